@@ -138,7 +138,7 @@ class OffloadConfig(BaseModel):
     share_host_memory: bool = Field(
         default=False,
         description="let servers of the same model, user and host load chunks from each other's host memory. "
-        "All need the same cpu_bytes_to_use and the same /dev/shm. Not together with keep_host_memory",
+        "All need the same cpu_bytes_to_use and the same /dev/shm",
     )
     kv_events_unit: Literal["chunk", "block"] = Field(
         default="chunk",
@@ -190,13 +190,6 @@ class OffloadConfig(BaseModel):
             return tuple(value)
         given = repr(wrong[0]) if wrong else f"{value!r} without a list"
         raise ValueError(f"is {given}; possible: allow, ignore, or a list of {', '.join(known)}")
-
-    @field_validator("share_host_memory")
-    @classmethod
-    def _not_kept(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("keep_host_memory"):
-            raise ValueError("is set together with keep_host_memory; leave out one of them")
-        return value
 
     @field_validator("eviction_policy")
     @classmethod

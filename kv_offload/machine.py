@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The resources of this machine, checked before any allocation."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,17 @@ def regions(shm_directory: str = SHM_DIRECTORY) -> list[Region]:
     from kv_offload import _core
 
     return [Region(*each) for each in _core.region_files(shm_directory)]
+
+
+def shared_names(region: Region, shm_directory: str = SHM_DIRECTORY) -> list[str]:
+    """Returns the other names of a kept region that ``share_host_memory`` made. A killed server leaves it."""
+    directory = Path(shm_directory)
+    try:
+        file = (directory / region.name).stat()
+        paths = sorted(directory.glob(f"{_SHARED}*"))
+        return [path.name for path in paths if os.path.samestat(path.lstat(), file)]
+    except OSError:
+        return []
 
 
 def gpus(devices: str = "/dev") -> list[str]:

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "base/make_room.h"
+#include "base/status.h"
 #include "base/steps.h"
 #include "base/xxh3.h"
 
@@ -82,9 +83,14 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
 }
 
 bool HostChunks::keep_in(HostRegion& region, std::string_view identity) {
-  const std::span<std::byte> memory = region.memory_after_areas(RowTable::bytes(area_bytes_, row_unit_));
+  const std::uint64_t offset = lent_ ? shared_layout().bytes : 0;
+  const std::span<std::byte> memory =
+      region.memory_after_areas(RowTable::bytes(area_bytes_, row_unit_), offset);
   std::string all(identity);
   for (std::uint32_t g = 0; g < groups_.size(); ++g) all += fmt::format(" {}", rows_.row_bytes(g));
+  // The place of the table depends on the sizes of the rows, so one from before other sizes may still be
+  // there.
+  if (lent_) all += fmt::format(" {:x}", lent_->table_id());
   RowTable table(memory, area_bytes_, row_unit_, all);
   for (const RowTable::Row& row : table.rows()) {
     if (take_over(row)) {
@@ -107,16 +113,45 @@ bool HostChunks::take_over(const RowTable::Row& row) {
   return true;
 }
 
-void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos interval) {
+SharedRowsLayout HostChunks::shared_layout() const {
+  SharedRowsLayout layout = SharedRowsLayout::of(area_bytes_, row_unit_);
+  const std::string sizes = shared_identity("");
+  layout.row_sizes = XXH3_64bits(sizes.data(), sizes.size());
+  return layout;
+}
+
+std::string HostChunks::shared_identity(std::string_view identity) const {
   std::string all(identity);
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) all += fmt::format(" {}", rows_.row_bytes(g));
+  return all;
+}
+
+void HostChunks::lend_in(HostRegion& region, std::string_view identity) {
+  lent_.emplace(region, shared_layout(), shared_identity(identity));
+}
+
+void HostChunks::share_in(HostRegion& region, std::string_view identity, Nanos interval) {
+  if (!lent_) lend_in(region, identity);
+  // A pin that holds is on a row that the earlier owner had in use: it is in use here, or can be claimed. A
+  // pin that a stopped neighbour has set and not checked yet may be on a row that was in the same slab
+  // before.
+  lent_->for_each_pinned([&](RowId row, std::uint32_t group) {
+    if (group >= groups_.size()) return;  // damaged
+    if (rows_.claim(group, row)) {
+      free_or_lend(row);
+    } else if (rows_.is_in_slab_of_other_class(group, row)) {
+      throw_resource(
+          "another process reads the memory of the previous server, and its rows cannot be told from unused "
+          "ones. Start again in a few seconds. If that process is stopped, end it or remove "
+          "{}/kv_offload-kept-*",
+          region.options().shm_directory);
+    }
+  });
+  lent_->share();
   std::vector<std::uint64_t> row_bytes;
-  for (std::uint32_t g = 0; g < groups_.size(); ++g) {
-    row_bytes.push_back(rows_.row_bytes(g));
-    all += fmt::format(" {}", row_bytes.back());
-  }
-  const SharedRowsLayout layout = SharedRowsLayout::of(area_bytes_, row_unit_);
-  lent_.emplace(region, layout, all);
-  neighbours_ = std::make_unique<Neighbours>(region, layout, all, std::move(row_bytes), interval);
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) row_bytes.push_back(rows_.row_bytes(g));
+  neighbours_ = std::make_unique<Neighbours>(region, shared_layout(), shared_identity(identity),
+                                             std::move(row_bytes), interval);
   if (!lent_->problem().empty()) neighbours_->add_problem(lent_->problem());
 }
 
@@ -282,7 +317,7 @@ void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority, 
   } else {
     index_.access(slot, request, priority, tenant_before);
   }
-  if (!table_ || entry.state != ChunkState::kResident) return;
+  if (!table_ || entry.state != ChunkState::kResident || is_borrowed(slot)) return;
   if (entry.priority != priority_before || entry.tenant != tenant_before) {
     update_table(entry);
   } else {

@@ -65,7 +65,8 @@ class HostChunks {
   // Maintains a table of resident chunks in the memory after the areas of `region`, for the next engine.
   // Chunks listed there by the previous engine become resident again if its `identity` was the same; the
   // identity covers everything that the bytes of a chunk depend on. REQUIRES: this holds no chunks. Returns
-  // false if the region cannot be kept (HostRegion::keep). Throws ResourceError (no memory for the table).
+  // false if the region cannot be kept (HostRegion::keep). Throws ResourceError (no memory for the table). If
+  // the region is shared too: REQUIRES: after lend_in(), before share_in().
   bool keep_in(HostRegion& region, std::string_view identity);
   // Stops updating the table: it keeps the chunks that are resident now, whatever happens here later.
   void stop_table_updates() { table_.reset(); }
@@ -73,9 +74,13 @@ class HostChunks {
   HostChunks& operator=(const HostChunks&) = delete;
 
   // ---- host memory that engines of this host share
-  // From now on neighbours read resident chunks, and borrow() finds theirs. `identity` as for keep_in().
-  // REQUIRES: this holds no chunks; the region has share_for. Throws ResourceError. `interval`: see
-  // Neighbours.
+  // From now on, resident chunks are entered in the table of shared rows; neighbours do not find it yet.
+  // `identity` as for keep_in(). REQUIRES: this holds no chunks; the region has share_for. Throws
+  // ResourceError.
+  void lend_in(HostRegion& region, std::string_view identity);
+  // From now on neighbours read resident chunks, and borrow() finds theirs. Rows of no resident chunk that
+  // neighbours still read since the time of an earlier owner are used again once no neighbour reads them.
+  // `interval`: see Neighbours. Calls lend_in() if that was not done.
   void share_in(HostRegion& region, std::string_view identity, Nanos interval);
   // Returns the chunk if a neighbour has it: resident, in the neighbour's row. REQUIRES: the key is absent.
   const ChunkEntry* borrow(const ChunkKey& key, std::uint32_t group) {
@@ -291,6 +296,8 @@ class HostChunks {
   void access_as(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant);
   void claim_now(Slot slot, std::uint32_t family, bool is_new);
   bool take_over(const RowTable::Row& row);
+  SharedRowsLayout shared_layout() const;
+  std::string shared_identity(std::string_view identity) const;
   static constexpr std::uint32_t kShared = 0xFFFFFFFFu;
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }
 

@@ -2,6 +2,7 @@
 #include "cache/lent_rows.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "base/status.h"
 #include "base/steps.h"
@@ -11,14 +12,29 @@ namespace {
 
 constexpr double kClearSeconds = 1;
 
+SharedRows make_table(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity) {
+  const std::span<std::byte> memory = region.memory_of_shared_rows(layout.bytes);
+  if (!SharedRows::has_other_layout(memory, layout)) return {memory, layout, identity};
+  std::optional<SharedRows> rows;
+  if (!region.if_no_reader_lives([&] { rows.emplace(memory, layout, identity); })) {
+    throw_resource(
+        "another process still reads the memory of the previous server, whose rows had other sizes. Start "
+        "again in a few seconds. If that process is stopped, end it or remove {}/kv_offload-kept-*",
+        region.options().shm_directory);
+  }
+  return *rows;
+}
+
 }  // namespace
 
 LentRows::LentRows(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity)
     : region_(region),
       row_pages_(static_cast<RowId>(layout.row_bytes / kPageBytes)),
-      rows_(region.memory_of_shared_rows(layout.bytes), layout, identity),
+      rows_(make_table(region, layout, identity)),
       withdrawn_(layout.capacity, false),
-      withdrawn_row_(layout.capacity, kNoRow) {
+      withdrawn_row_(layout.capacity, kNoRow) {}
+
+void LentRows::share() {
   try {
     region_.share();
   } catch (const ResourceError& error) {
@@ -59,6 +75,16 @@ void LentRows::clear_dead_readers(double now) {
   }
   const std::uint32_t first = next_pins_, count = std::min(kPinsPerPoll, rows_.capacity() - first);
   count_steps(count);
+  clear_dead_readers(first, count);
+  next_pins_ = first + count == rows_.capacity() ? 0 : first + count;
+}
+
+void LentRows::for_each_pinned(const std::function<void(RowId, std::uint32_t)>& visit) {
+  clear_dead_readers(0, rows_.capacity());
+  rows_.for_each_pinned(visit);
+}
+
+void LentRows::clear_dead_readers(std::uint32_t first, std::uint32_t count) {
   const std::uint64_t readers = rows_.readers(first, count) & ~alive_;
   for (unsigned reader = 0; reader < kMostReaders; ++reader) {
     if ((readers >> reader & 1) == 0) continue;
@@ -66,7 +92,6 @@ void LentRows::clear_dead_readers(double now) {
     if (!region_.if_reader_is_dead(reader, [&] { rows_.clear_pins(reader, first, count); }))
       alive_ |= std::uint64_t{1} << reader;
   }
-  next_pins_ = first + count == rows_.capacity() ? 0 : first + count;
 }
 
 void LentRows::close() {

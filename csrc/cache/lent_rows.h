@@ -22,9 +22,16 @@ namespace kv_offload {
 
 class LentRows {
  public:
-  // Publishes the table of `region` and lets neighbours find it. If they cannot, problem() says why. Throws
-  // ResourceError (no memory). The region must outlive this.
+  // Makes the table of `region`; neighbours do not find it yet. Throws ResourceError (no memory; a live
+  // process still reads the table of an earlier owner with other row sizes). The region must outlive this.
   LentRows(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity);
+  // Lets neighbours find the table. If they cannot, problem() says why.
+  void share();
+  // Visits the rows that live neighbours read since the time of an earlier owner: see SharedRows. Clears the
+  // pins of dead ones.
+  void for_each_pinned(const std::function<void(RowId, std::uint32_t)>& visit);
+
+  std::uint64_t table_id() const { return rows_.id(); }
 
   // publish() of this row follows soon.
   void prefetch(RowId row, const ChunkKey& key) const { rows_.prefetch(row, key); }
@@ -50,6 +57,8 @@ class LentRows {
 
  private:
   void clear_dead_readers(double now);
+  // On the rows with the indices [first, first + count). Skips the readers in `alive_`.
+  void clear_dead_readers(std::uint32_t first, std::uint32_t count);
 
   HostRegion& region_;
   const RowId row_pages_;

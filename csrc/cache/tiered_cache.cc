@@ -59,6 +59,7 @@ struct TieredCache::Impl {
         sessions({groups, chunks, clock, ops.size() > 0 ? &prefetcher : nullptr}, options,
                  std::min(options.max_pinned_bytes, region->area_bytes() * region->num_areas() / 2)) {
     chunks.set_now(to_seconds(clock.now()));
+    if (!options.share_identity.empty()) chunks.lend_in(*region, options.share_identity);
     if (!options.keep_identity.empty()) is_kept = chunks.keep_in(*region, options.keep_identity);
     if (!options.share_identity.empty())
       chunks.share_in(*region, options.share_identity, options.neighbour_interval);

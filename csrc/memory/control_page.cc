@@ -73,6 +73,7 @@ struct ControlPage::Header {
   std::atomic<RegionOrigin> origin;
   std::array<std::atomic<std::uint64_t>, 2> region_set;  // outlives the engine
   std::uint64_t boot;                                    // this_boot() of the process that created the file
+  std::atomic<std::uint64_t> shared_layout;              // outlives the engine
 };
 
 struct ControlPage::Worker {
@@ -270,7 +271,15 @@ void ControlPage::set_region_set(const RegionSet& set) {
   header().region_set[0].store(set[0]);
 }
 
+std::uint64_t ControlPage::layout_of(const RankGeometry& geometry) {
+  const std::string all = fmt::format("{}", fmt::join(geometry.shard_bytes, " "));
+  return XXH3_64bits(all.data(), all.size()) | 1;
+}
+
+std::uint64_t ControlPage::shared_layout() const { return header().shared_layout.load(); }
+
 void ControlPage::set_shared_rows(std::uint64_t offset) {
+  header().shared_layout.store(layout_of(geometry(sizes_.first_rank)));
   header().shared_rows.store(offset, std::memory_order_release);
 }
 

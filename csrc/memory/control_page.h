@@ -48,8 +48,8 @@ class ControlPage {
   static std::uint32_t local_ranks_of(std::byte* base, const Sizes& sizes);
   // Called once by the process that creates the file, before other processes can see it. `base` is zeroed.
   static void initialise(std::byte* base, const Sizes& sizes);
-  // Resets the page to its initial state, except for the region set. For a process that adopts a region of
-  // the same sizes that no other process holds. May be interrupted and repeated.
+  // Resets the page to its initial state, except for the region set and shared_layout(). For a process that
+  // adopts a region of the same sizes that no other process holds. May be interrupted and repeated.
   void forget();
   // True if the file was created on this machine since its last start. Otherwise pages may be older than
   // others: a directory on a disk (a Kubernetes emptyDir without `medium: Memory`) outlives a power failure.
@@ -77,6 +77,10 @@ class ControlPage {
   // The table of shared rows after the areas: its offset in the file; 0 = none.
   void set_shared_rows(std::uint64_t offset);
   std::uint64_t shared_rows() const;
+  // Identifies the shard sizes of this host's first rank when a table of shared rows was last made here, by
+  // this engine or an earlier one; 0: never.
+  std::uint64_t shared_layout() const;
+  static std::uint64_t layout_of(const RankGeometry& geometry);  // not 0
   // Neighbour slots, see HostRegion::request_neighbour. Each request and each dismissal increases the
   // generation of its slot, and a worker reports the generation that it has carried out. So a worker that was
   // slow never counts for a later request. Scheduler, one thread at a time:

@@ -24,6 +24,7 @@
 #include "memory/memory_headroom.h"
 #include "memory/populate.h"
 #include "memory/shared_file.h"
+#include "memory/shared_row.h"
 
 namespace kv_offload {
 namespace {
@@ -32,6 +33,7 @@ constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
 constexpr auto kFirstRankDeadline = std::chrono::minutes(2);
 constexpr auto kKilledEngineWait = std::chrono::seconds(2);  // an engine killed now has ended by then
+constexpr auto kReadersWait = std::chrono::seconds(3);       // readers of an ended engine have left by then
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.
 class Mapping {
@@ -203,12 +205,22 @@ std::string remedy_for(const MemoryHeadroom& headroom, const std::string& shm_di
   return "lower cpu_bytes_to_use or raise the memory limit of the container or service";
 }
 
-// Frees kept regions that no process holds if their memory is needed.
+// Frees kept regions that no process holds if their memory is needed. One that was shared has a second name
+// if its engine was killed. With share_for, waits for readers of such regions.
 void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* swept) {
   MemoryHeadroom headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
   std::ranges::move(remove_unheld_files(options.shm_directory, Unheld::kKept), std::back_inserter(*swept));
+  std::ranges::move(remove_unheld_files(options.shm_directory, Unheld::kLeftovers),
+                    std::back_inserter(*swept));
   headroom = memory_headroom(options.shm_directory);
+  // Readers keep the memory of a region without a name until they find that its engine has ended.
+  const auto deadline = std::chrono::steady_clock::now() + kReadersWait;
+  while (needed > headroom.bytes && !options.share_for.empty() &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(kPollAtMost);
+    headroom = memory_headroom(options.shm_directory);
+  }
   if (needed <= headroom.bytes) return;
   const bool is_part = options.local_ranks != 0 && options.local_ranks < options.num_workers;
   const std::string here = is_part ? fmt::format(" for {} ranks, of which this host has {}",
@@ -259,8 +271,10 @@ void check_agreement(int fd, std::uint64_t bytes, const RegionOptions& options,
   if (size != bytes && !has_table) throw_resource("the region has {} bytes, not {}", size, bytes);
 }
 
-// Adopts an earlier engine's file: keeps the areas, clears what its processes exchanged.
-bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const ControlPage::Sizes& sizes) {
+// Adopts an earlier engine's file: keeps the areas, clears what its processes exchanged. `geometry`: of the
+// calling rank, the first one of the host.
+bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const ControlPage::Sizes& sizes,
+               const RankGeometry& geometry) {
   try {
     check_agreement(fd, bytes, options, sizes);
   } catch (const std::exception&) {  // of other sizes or another version
@@ -269,6 +283,10 @@ bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const 
   const Mapping page(fd, ControlPage::bytes(sizes.num_workers));
   ControlPage control(page.start(), sizes);
   if (!control.is_of_this_boot()) return false;
+  // Readers of the last owner that still have its table mapped write their pins where it had them.
+  if (!options.share_for.empty() && control.shared_layout() != ControlPage::layout_of(geometry) &&
+      !ByteLock(fd, 0, kMostReaders).is_held())
+    return false;
   control.forget();
   return true;
 }
@@ -282,7 +300,7 @@ struct HostRegion::Impl {
   RegionOrigin origin = RegionOrigin::kNew;  // set by open_file()
   SharedFile file;                           // must outlive the mapping
   Mapping mapping;
-  Mapping behind;  // after the areas
+  std::vector<Mapping> behind;  // after the areas
   ControlPage control;
   std::atomic<bool> cut_off{false};
   // ---- with share_for
@@ -295,12 +313,16 @@ struct HostRegion::Impl {
       if (neighbour.fd >= 0) ::close(neighbour.fd);
     }
   }
-  Impl(const RegionOptions& given, bool is_first_rank, bool is_scheduler);
-  SharedFile open_file(bool is_first_rank);
-  // Kept files have one name per host: hosts may be containers with one /dev/shm.
+  // `first`: the geometry of the first rank of this host, in its process only.
+  Impl(const RegionOptions& given, const RankGeometry* first, bool is_scheduler);
+  SharedFile open_file(const RankGeometry* first);
+  // Kept files have one name per host: hosts may be containers with one /dev/shm. An engine that does not
+  // share must not adopt a file that other engines may still read.
   std::string kept_name() const {
-    return sizes.first_rank == 0 ? options.keep_for
-                                 : fmt::format("{} from rank {}", options.keep_for, sizes.first_rank);
+    std::string name = options.keep_for;
+    if (sizes.first_rank != 0) name += fmt::format(" from rank {}", sizes.first_rank);
+    if (!options.share_for.empty()) name += fmt::format(" shared for {}", options.share_for);
+    return name;
   }
   std::uint64_t bytes() const { return area_offset(first_area(sizes) + areas_here(sizes)); }
   std::uint64_t area_offset(std::uint32_t index) const {
@@ -322,13 +344,10 @@ struct HostRegion::Impl {
   std::vector<std::uint32_t> missing_ranks() const;
 };
 
-HostRegion::Impl::Impl(const RegionOptions& given, bool is_first_rank, bool is_scheduler)
+HostRegion::Impl::Impl(const RegionOptions& given, const RankGeometry* first, bool is_scheduler)
     : options(given), sizes(sizes_of(given)) {
-  if (!options.keep_for.empty() && !options.share_for.empty()) {
-    throw_invalid("host memory cannot be both kept and shared: give keep_for or share_for");
-  }
   swept = remove_unheld_files(options.shm_directory, Unheld::kLeftovers);
-  file = open_file(is_first_rank);
+  file = open_file(first);
   if (is_scheduler && options.local_ranks == 0 && file.size() >= kPageBytes) {
     const Mapping page(file.fd(), kPageBytes);
     options.local_ranks = ControlPage::local_ranks_of(page.start(), sizes);
@@ -337,20 +356,20 @@ HostRegion::Impl::Impl(const RegionOptions& given, bool is_first_rank, bool is_s
   check_agreement(file.fd(), bytes(), options, sizes);
   mapping = Mapping(file.fd(), bytes());
   control = ControlPage(mapping.start(), sizes);
-  if (is_first_rank && !options.keep_for.empty()) control.set_origin(origin);
+  if (first != nullptr && !options.keep_for.empty()) control.set_origin(origin);
   std::byte* const areas = mapping.start() + area_offset(first_area(sizes));
   const std::size_t areas_bytes = sizes.area_bytes * areas_here(sizes);
   ::madvise(areas, areas_bytes, MADV_DONTDUMP);
   if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // a hint: it may fail
 }
 
-SharedFile HostRegion::Impl::open_file(bool is_first_rank) {
+SharedFile HostRegion::Impl::open_file(const RankGeometry* first) {
   const std::string path = SharedFile::path_of(options.shm_directory, options.engine_id);
   if (!options.keep_for.empty()) {
-    if (!is_first_rank) return SharedFile::wait_and_open(path, kFirstRankDeadline);
+    if (first == nullptr) return SharedFile::wait_and_open(path, kFirstRankDeadline);
     bool is_held = false;
-    const auto adopt = [this](int fd) {
-      if (take_over(fd, bytes(), options, sizes)) return true;
+    const auto adopt = [&](int fd) {
+      if (take_over(fd, bytes(), options, sizes, *first)) return true;
       origin = RegionOrigin::kReplaced;
       return false;
     };
@@ -398,7 +417,7 @@ std::unique_ptr<HostRegion> HostRegion::attach_scheduler(const RegionOptions& op
                   options.first_rank);
   }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options, false, true);
+  region->impl_ = std::make_unique<Impl>(options, nullptr, true);
   const bool is_last = region->impl_->control.attach_scheduler();
   if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
   return region;
@@ -415,7 +434,7 @@ std::unique_ptr<HostRegion> HostRegion::attach_worker(const RegionOptions& optio
                   options.first_rank);
   }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options, rank == options.first_rank, false);
+  region->impl_ = std::make_unique<Impl>(options, rank == options.first_rank ? &geometry : nullptr, false);
   region->impl_->open_window(rank);
   const bool is_last = region->impl_->control.attach_worker(rank, geometry);
   if (is_last && region->impl_->is_private()) region->impl_->file.unlink_name();
@@ -568,21 +587,26 @@ TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, Tic
   return TicketResult::kDone;
 }
 
-std::span<std::byte> HostRegion::memory_after_areas(std::uint64_t bytes) {
+std::span<std::byte> HostRegion::memory_after_areas(std::uint64_t bytes, std::uint64_t offset) {
   const int fd = impl_->file.fd();
-  const std::uint64_t start = impl_->bytes();
+  const std::uint64_t start = impl_->bytes() + offset;
   const auto end = static_cast<off_t>(start + bytes);
-  int error = ::ftruncate(fd, std::min(end, static_cast<off_t>(file_size(fd)))) == 0 ? 0 : errno;
+  // A process of another engine that has the rest mapped would die of a shorter file.
+  const bool may_shorten = impl_->options.share_for.empty();
+  int error = 0;
+  if (may_shorten && ::ftruncate(fd, std::min(end, static_cast<off_t>(file_size(fd)))) != 0) error = errno;
   if (error == 0) error = ::posix_fallocate(fd, static_cast<off_t>(start), static_cast<off_t>(bytes));
   if (error != 0) {
     throw_resource("cannot allocate {} in {} for the table of host memory rows: {}; lower cpu_bytes_to_use",
                    format_bytes(bytes), impl_->options.shm_directory, std::strerror(error));
   }
-  impl_->behind = Mapping(fd, bytes, start);
-  return {impl_->behind.start(), bytes};
+  return {impl_->behind.emplace_back(fd, bytes, start).start(), bytes};
 }
 
-bool HostRegion::keep() { return impl_->file.keep(impl_->options.shm_directory, impl_->kept_name()); }
+bool HostRegion::keep() {
+  const bool is_shared = !impl_->options.share_for.empty();
+  return impl_->file.keep(impl_->options.shm_directory, impl_->kept_name(), is_shared);
+}
 
 KeptRegion HostRegion::kept() const { return impl_->control.kept(); }
 
@@ -621,6 +645,10 @@ std::span<std::byte> HostRegion::memory_of_shared_rows(std::uint64_t bytes) {
 }
 
 void HostRegion::share() {
+  if (!ByteLock::share(impl_->file.fd(), kOwnerByte)) {
+    throw_resource("{} has no file locks: other engines cannot load from this one",
+                   impl_->options.shm_directory);
+  }
   if (impl_->file.share(impl_->options.shm_directory, impl_->options.share_for)) return;
   throw_resource(
       "{} engines of this model share host memory in {} already: this one loads from up to {} of them, and "
@@ -632,6 +660,13 @@ void HostRegion::stop_sharing() { impl_->file.unlink_name(); }
 
 bool HostRegion::if_reader_is_dead(unsigned reader, const std::function<void()>& action) const {
   const ByteLock lock(impl_->file.fd(), reader);
+  if (!lock.is_held()) return false;
+  action();
+  return true;
+}
+
+bool HostRegion::if_no_reader_lives(const std::function<void()>& action) const {
+  const ByteLock lock(impl_->file.fd(), 0, kMostReaders);
   if (!lock.is_held()) return false;
   action();
   return true;

@@ -44,6 +44,10 @@
 // dismisses neighbours, and each worker follows with map_neighbours(). The region has a name from share()
 // until stop_sharing() or the end of its processes. No process of a neighbour holds our lock.
 //
+// With both, processes of neighbours may still read a region that an engine adopts. So it is not adopted if
+// such processes live and the rank that adopts it has other shard sizes than the last owner's, and it never
+// becomes shorter. SharedRows decides which rows the new owner may write.
+//
 // prefault() allocates the memory and reports a tmpfs or cgroup that filled up meanwhile as a Status. In an
 // area without prefault a copy allocates the pages itself and dies by SIGBUS when none are left: prefault
 // before copying. (System calls on such pages fail with EFAULT.) Areas are excluded from core dumps.
@@ -81,7 +85,7 @@ struct RegionOptions {
   // Empty: the region ends with its engine.
   std::string keep_for{};
   // What must be equal for engines to find each other, e.g. the model. The same in all processes of the
-  // engine. Empty: the region is not shared. REQUIRES: keep_for is empty.
+  // engine. Empty: the region is not shared. A region with both is adopted only by an engine with both.
   std::string share_for{};
   // If the ranks span several hosts: those of this host are [first_rank, first_rank + local_ranks).
   // local_ranks 0: all ranks are on this host. REQUIRES otherwise: num_areas == num_workers, and share_for is
@@ -223,9 +227,10 @@ class HostRegion {
   void set_fetching(bool fetching);
   bool is_fetching() const;
 
-  // Scheduler, with keep_for, once: maps `bytes` after the areas until the end. They hold what an earlier
-  // engine left, or zeros. Throws ResourceError. REQUIRES: wait_for_ranks succeeded.
-  std::span<std::byte> memory_after_areas(std::uint64_t bytes);
+  // Scheduler, with keep_for, once: maps `bytes` at `offset` after the areas until the end. They hold what an
+  // earlier engine left, or zeros. `offset`: with share_for, the bytes of memory_of_shared_rows(). Throws
+  // ResourceError. REQUIRES: wait_for_ranks succeeded.
+  std::span<std::byte> memory_after_areas(std::uint64_t bytes, std::uint64_t offset = 0);
   // Scheduler: from now on the table after the areas describes them, so the region may outlive its engine.
   // False if 64 regions of this keep_for are kept here already: this one then ends with its engine. Call it
   // once. On a host without the scheduler: the process of its first rank, at the scheduler's order.
@@ -247,6 +252,8 @@ class HostRegion {
   // Owner: true if no process reads rows under this number. Then runs `action`; no process takes the number
   // meanwhile.
   bool if_reader_is_dead(unsigned reader, const std::function<void()>& action) const;
+  // Owner: the same for all numbers.
+  bool if_no_reader_lives(const std::function<void()>& action) const;
 
   // The number of neighbours that can be mapped at once.
   std::uint32_t neighbour_slots() const;
@@ -291,8 +298,9 @@ class HostRegion {
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory);
 
 // The shared memory objects of this user: their names, the memory they take, and whether a process has them
-// mapped. Those that no process has are kept regions (HostRegion::keep) or leftovers of engines that were
-// killed.
+// mapped. A region with two names is listed once: by its kept name if no process has it mapped, otherwise by
+// the other one. Those that no process has are kept regions (HostRegion::keep) or leftovers of engines that
+// were killed.
 struct RegionFile {
   std::string name;
   std::uint64_t bytes;

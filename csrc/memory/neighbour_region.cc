@@ -74,6 +74,8 @@ std::unique_ptr<NeighbourRegion> NeighbourRegion::attach(const HostRegion& own, 
       if (!region->take_number()) {
         *problem =
             fmt::format("{} engines read it already, or its file system has no file locks", kMostReaders);
+      } else if (!region->begin_reading()) {
+        return nullptr;
       }
     } catch (const std::exception& error) {
       *problem = error.what();
@@ -99,12 +101,26 @@ void NeighbourRegion::map(const SharedRowsLayout& layout, std::uint64_t offset, 
 bool NeighbourRegion::take_number() {
   for (unsigned reader = 0; reader < kMostReaders; ++reader) {
     if (!ByteLock::take(fd_, reader)) continue;
-    // The last engine with this number may have died, and the owner may not have cleared its pins yet.
-    rows_->clear_pins(reader);
     area_.reader = static_cast<std::uint8_t>(reader);
-    return ByteLock::share(fd_, reader);
+    return true;
   }
   return false;
+}
+
+bool NeighbourRegion::begin_reading() {
+  // Another engine may have taken the region over since it was mapped. While the number is locked, it does
+  // not move the pins.
+  if (!rows_->is_open() || !is_named()) return false;
+  // The last engine with this number may have died, and the owner may not have cleared its pins yet.
+  rows_->clear_pins(area_.reader);
+  return ByteLock::share(fd_, area_.reader);
+}
+
+bool NeighbourRegion::is_named() const {
+  struct stat opened {};
+  struct stat named {};
+  return ::fstat(fd_, &opened) == 0 && ::lstat(path_.c_str(), &named) == 0 && named.st_ino == opened.st_ino &&
+         named.st_dev == opened.st_dev;
 }
 
 std::optional<unsigned> shared_number(const HostRegion& own) {
@@ -121,15 +137,17 @@ std::optional<unsigned> shared_number(const HostRegion& own) {
 
 bool NeighbourRegion::is_alive() {
   if (!rows_->is_open()) return false;
-  if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK || errno == EINTR;
-  struct stat opened {};
-  struct stat named {};
-  if (::fstat(fd_, &opened) == 0 && ::lstat(path_.c_str(), &named) == 0 && named.st_ino == opened.st_ino &&
-      named.st_dev == opened.st_dev) {
-    ::unlink(path_.c_str());
-  }
-  (void)::flock(fd_, LOCK_UN);
+  if (ByteLock::is_locked(fd_, kOwnerByte)) return true;
+  remove_name();
   return false;
+}
+
+void NeighbourRegion::remove_name() const {
+  struct stat opened {};
+  if (!is_named() || ::fstat(fd_, &opened) != 0 || opened.st_nlink != 1) return;
+  if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) return;
+  if (is_named()) ::unlink(path_.c_str());
+  (void)::flock(fd_, LOCK_UN);
 }
 
 }  // namespace kv_offload

@@ -44,14 +44,22 @@ class NeighbourRegion {
   void unpin(RowId row) { rows_->unpin(area_.reader, row); }
   // Its owner's eviction counts a use of this row.
   void mark_used(RowId row) { rows_->mark_used(row); }
-  // False: the owner has closed its table, or all its processes have ended. Rows that are pinned stay valid.
-  // Removes the name of a region without processes.
+  // False: the owner has closed its table, its scheduler has ended, or another engine has taken the region
+  // over (then attach() finds it again). Rows that are pinned stay valid. Removes the shared name of a region
+  // without processes if it has no kept name.
   bool is_alive();
 
  private:
   NeighbourRegion() = default;
   void map(const SharedRowsLayout& layout, std::uint64_t offset, std::string_view identity);
+  // Locks a free reader number.
   bool take_number();
+  // False if the region has meanwhile ended or got another owner. REQUIRES: take_number().
+  bool begin_reading();
+  bool is_named() const;  // path_ is still a name of the file
+  // Leaves a file with a second name alone: an engine that adopts it would find it locked. A start removes
+  // its shared name.
+  void remove_name() const;
 
   NeighbourArea area_;
   std::string path_;

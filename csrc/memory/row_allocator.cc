@@ -360,6 +360,11 @@ bool RowAllocator::claim(std::uint32_t group, RowId row) {
   return true;
 }
 
+bool RowAllocator::is_in_slab_of_other_class(std::uint32_t group, RowId row) const {
+  const std::uint32_t owner = impl_->slab_of(row).row_class;
+  return owner != kNoIndex && owner != impl_->class_of_group.at(group);
+}
+
 void RowAllocator::free(RowId row) {
   Slab& slab = impl_->slab_of(row);
   const std::uint32_t offset = row - slab.extent.start;

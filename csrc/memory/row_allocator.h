@@ -35,6 +35,8 @@ class RowAllocator {
   // Allocates exactly this row for group position g, as an earlier allocator of the same sizes did. Returns
   // false and changes nothing if the row is in use or is not a row of the class.
   bool claim(std::uint32_t group, RowId row);
+  // True if rows of another class are in use in the slab of this row.
+  bool is_in_slab_of_other_class(std::uint32_t group, RowId row) const;
   // REQUIRES: allocated and not freed; checked, throws std::logic_error (a row freed twice would be allocated
   // twice).
   void free(RowId row);

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -195,20 +196,21 @@ SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
     return {};
   }
   if (!name_refers_to(path, fd.get()) || ::fstat(fd.get(), &opened) != 0) return {};
-  if (opened.st_nlink > 1) {  // an engine is adopting it, or died before keep()
+  // An engine is adopting it, or died before keep(), or shared it. A sweep removes the names of dead engines.
+  if (opened.st_nlink > 1) {
     *held = true;
     return {};
   }
   return SharedFile(fd.release(), "");
 }
 
-bool SharedFile::keep(const std::string& directory, std::string_view keep_for) {
+bool SharedFile::keep(const std::string& directory, std::string_view keep_for, bool before_share) {
   struct stat opened {};
   bool is_kept = ::fstat(fd_, &opened) == 0 && opened.st_nlink > 1;  // kept by the previous engine
   for (unsigned number = 0; number < kMostKept && !is_kept; ++number) {
     is_kept = ::link(path_.c_str(), kept_path_of(directory, keep_for, number).c_str()) == 0;
   }
-  unlink_name();
+  if (!before_share) unlink_name();
   return is_kept;
 }
 
@@ -307,9 +309,16 @@ std::uint64_t memory_taken(int fd) {
 
 std::vector<RegionFile> region_files(const std::string& shm_directory) {
   std::vector<RegionFile> found;
+  std::vector<std::uint64_t> inodes;
   for_each_own_file(shm_directory, [&](std::string_view name, const std::string&, int fd) {
     if (!is_own_file(fd)) return;
     const bool is_held = ::flock(fd, LOCK_EX | LOCK_NB) != 0;
+    const auto same = std::find(inodes.begin(), inodes.end(), inode_of(fd));
+    if (same != inodes.end()) {
+      if (name.starts_with(kKeptNamePrefix) != is_held) found[same - inodes.begin()].name = name;
+      return;
+    }
+    inodes.push_back(inode_of(fd));
     found.push_back({std::string(name), memory_taken(fd), is_held});
   });
   return found;

@@ -13,7 +13,8 @@
 // the file still exists if the engine dies before keep().
 //
 // share() gives a file a name under which other engines find it while its engine runs: one of kMostShared
-// names for each share_for. Such a file is a leftover, like any other, once no process holds it.
+// names for each share_for. Such a name is a leftover, like any other, once no process holds the file. A file
+// may be both kept and shared. It is adopted only after the shared name of its last engine was removed.
 //
 // Private to memory/. Not thread-safe; movable.
 #pragma once
@@ -63,11 +64,11 @@ class SharedFile {
   std::uint64_t size() const;
   // Removes the name; the file stays for the processes that have it open. A missing name is not an error.
   void unlink_name();
-  // Gives the file a kept name unless it has one, and removes the other name. False if all kept names of this
-  // keep_for are taken: the file has no name then.
-  bool keep(const std::string& directory, std::string_view keep_for);
-  // Gives the file the first free name of this share_for instead of its name. False if all are taken: the
-  // file has no name then. REQUIRES: the file still has its name.
+  // Gives the file a kept name unless it has one, and removes the other name, except before share(). False if
+  // all kept names of this keep_for are taken: the file then has no name, or the other one only.
+  bool keep(const std::string& directory, std::string_view keep_for, bool before_share = false);
+  // Gives the file the first free name of this share_for instead of the engine's name. False if all are
+  // taken: the file has only its kept name then, if any. REQUIRES: the file still has the engine's name.
   bool share(const std::string& directory, std::string_view share_for);
   static std::string shared_path_of(const std::string& directory, std::string_view share_for,
                                     unsigned number);

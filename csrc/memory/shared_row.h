@@ -11,6 +11,9 @@
 // the other's store, which is still in a store buffer.) A version is used once, so a row that was reused
 // meanwhile never passes for the expected one. No side ever waits for the other.
 //
+// An owner may die between any two accesses. The next one withdraws every row first, whatever its version is,
+// so it is an owner like any other: it reuses a row only after it has read its pins.
+//
 // shared_row_model_test.cc checks all interleavings, with store buffers.
 //
 // Private to memory/ and its tests. Word: std::atomic<std::uint64_t>, or a test's stepping replacement.
@@ -25,6 +28,8 @@ namespace kv_offload {
 inline constexpr unsigned kMostReaders = 63;
 inline constexpr std::uint64_t kUsedByReader = std::uint64_t{1} << kMostReaders;
 inline constexpr std::uint64_t kReaderBits = kUsedByReader - 1;
+// Of the region's file: locked by the scheduler of the owner, see ByteLock. Readers lock those before it.
+inline constexpr unsigned kOwnerByte = kMostReaders;
 
 template <typename Word>
 struct SharedRow {

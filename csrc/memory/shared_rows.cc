@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <random>
 
 #include "base/status.h"
 #include "base/xxh3.h"
@@ -13,7 +14,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kRowsMagic = 0x6B765F7368617233;  // "kv_shar3": the last character is the version
+constexpr std::uint64_t kRowsMagic = 0x6B765F7368617234;  // "kv_shar4": the last character is the version
 constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
 constexpr std::uint64_t kEntryBytes = 80;
 constexpr std::uint64_t kBucketBytes = 8;
@@ -59,8 +60,12 @@ void clear_bit(std::atomic<std::uint64_t>& pins, unsigned reader) {
 struct SharedRows::Header {
   std::atomic<std::uint64_t> magic;
   XXH128_hash_t identity;
-  std::atomic<std::uint64_t> open;  // 1: readers may pin rows
-  // Continued by the next owner of the region. In a cache line of its own: readers poll `open`.
+  std::uint64_t row_bytes, row_sizes;  // of the layout
+  std::uint64_t id;
+  // The number of this opening; 0: readers may not pin rows.
+  std::atomic<std::uint64_t> open;
+  // Of rows and openings. Continued by the next owner of the region. In a cache line of its own: readers poll
+  // `open`.
   alignas(64) std::atomic<std::uint64_t> last_version;
 };
 
@@ -101,15 +106,34 @@ SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layo
     throw_invalid("{} bytes were given for the shared rows; they need {}", memory.size(), layout.bytes);
   }
   auto* header = std::launder(reinterpret_cast<Header*>(memory_));
-  const bool is_table = header->magic.load() == kRowsMagic;
-  // An earlier owner's entries: first no reader accepts any of them, then they are removed.
+  last_version_ = header->last_version.load();
+  // A kill between any two of these stores leaves a table that the next owner treats like this one.
   header->open.store(0, std::memory_order_seq_cst);
-  last_version_ = is_table ? header->last_version.load() : 0;
-  std::memset(memory_ + layout_.buckets_offset, 0, layout_.entries_offset - layout_.buckets_offset);
-  for (std::uint32_t i = 0; i < layout_.capacity; ++i) at(i).version.store(0, std::memory_order_seq_cst);
+  if (header->magic.load() == kRowsMagic && !has_other_layout(memory, layout_)) {
+    // An earlier owner's entries: first no reader accepts any of them, then they are removed.
+    std::memset(memory_ + layout_.buckets_offset, 0, layout_.entries_offset - layout_.buckets_offset);
+    for (std::uint32_t i = 0; i < layout_.capacity; ++i) (void)at(i).withdraw();
+  } else {
+    header->magic.store(0, std::memory_order_seq_cst);
+    std::memset(memory_ + kPageBytes, 0, layout_.bytes - kPageBytes);
+    std::random_device random;
+    header->id = std::uint64_t{random()} << 32 | random();
+  }
   header->identity = digest_of(layout_, identity);
+  header->row_bytes = layout_.row_bytes;
+  header->row_sizes = layout_.row_sizes;
+  header->last_version.store(++last_version_, std::memory_order_seq_cst);
   header->magic.store(kRowsMagic, std::memory_order_release);
-  header->open.store(1, std::memory_order_release);
+  header->open.store(last_version_, std::memory_order_seq_cst);
+}
+
+std::uint64_t SharedRows::id() const { return std::launder(reinterpret_cast<const Header*>(memory_))->id; }
+
+bool SharedRows::has_other_layout(std::span<const std::byte> memory, const SharedRowsLayout& layout) {
+  const auto* header = std::launder(reinterpret_cast<const Header*>(memory.data()));
+  if (header->magic.load() == 0) return false;  // no reader has accepted what is there
+  return header->magic.load() != kRowsMagic || header->row_bytes != layout.row_bytes ||
+         header->row_sizes != layout.row_sizes;
 }
 
 SharedRow<SharedRows::Word> SharedRows::at(std::uint32_t index) const {
@@ -214,6 +238,15 @@ void SharedRows::prefetch(RowId row, const ChunkKey& key) const {
 
 bool SharedRows::is_pinned(RowId row) const { return at(index_of(row)).is_pinned(); }
 
+void SharedRows::for_each_pinned(const std::function<void(RowId, std::uint32_t)>& visit) const {
+  const auto* entries = std::launder(reinterpret_cast<const Entry*>(memory_ + layout_.entries_offset));
+  for (std::uint32_t i = 0; i < layout_.capacity; ++i) {
+    if (!at(i).is_pinned()) continue;
+    const auto row = static_cast<RowId>(entries[i].place.load(std::memory_order_relaxed));
+    if (index_of(row) == i) visit(row, entries[i].group.load(std::memory_order_relaxed));
+  }
+}
+
 bool SharedRows::take_use(RowId row) { return at(index_of(row)).take_use(); }
 
 void SharedRows::close() {
@@ -242,6 +275,8 @@ SharedRowsView::SharedRowsView(std::span<const std::byte> table, std::span<std::
     throw_resource("its table of rows has {} bytes, not {}", table.size(), layout.bytes);
   }
   const auto* header = std::launder(reinterpret_cast<const SharedRows::Header*>(table_));
+  // First: while this number is the current one, everything that is read below is of the same owner.
+  opening_ = header->open.load(std::memory_order_seq_cst);
   const std::uint64_t magic = header->magic.load(std::memory_order_acquire);
   if (magic != kRowsMagic && magic >> 8 == kRowsMagic >> 8)
     throw_resource("its table of rows has another format: it runs another version of vllm-kv-offload");
@@ -261,7 +296,7 @@ const SharedRows::Entry& SharedRowsView::entry(std::uint32_t index) const {
 
 bool SharedRowsView::is_open() const {
   const auto* header = std::launder(reinterpret_cast<const SharedRows::Header*>(table_));
-  return header->open.load(std::memory_order_seq_cst) == 1;
+  return opening_ != 0 && header->open.load(std::memory_order_seq_cst) == opening_;
 }
 
 const SharedRowsView::Word& SharedRowsView::bucket_of(std::uint64_t hash) const {

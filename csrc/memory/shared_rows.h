@@ -3,7 +3,7 @@
 // The owner publishes which key each row holds. A reader finds a key, pins its row and reads the bytes where
 // they are.
 //
-//   header    4 KiB                                 magic, identity, sizes, whether the table is open
+//   header    4 KiB                                 magic, identity, row size, opening
 //   pins      8 bytes per row of the smallest size  written by readers too: see SharedRow
 //   buckets   8 bytes each, a power of two          first entry of a chain, plus one; filter of its keys
 //   entries   80 bytes per row of the smallest size version, next entry plus one, key, row, depth, group
@@ -17,6 +17,12 @@
 // because it compares the version before and after it reads an entry and again after it has pinned the row. A
 // killed owner leaves a valid table: a published entry always describes complete bytes.
 //
+// The next owner of a region may take the table over while readers of the earlier owner still have it mapped.
+// Each opening of the table has another number, and a view pins rows only under the number that it was made
+// for. So nobody finds a row of the next owner, whose identity may differ, in a view of the earlier one. Pins
+// that hold stay valid: the next owner withdraws all rows before it looks at the pins, like any owner. They
+// are at the same place only if the rows have the same size: see has_other_layout().
+//
 // Everything that a reader reads may be damaged or hostile: numbers are checked before they are used, and
 // chains are bounded.
 //
@@ -25,6 +31,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -44,6 +51,7 @@ struct SharedRowsLayout {
   std::uint32_t buckets = 0;
   std::uint64_t buckets_offset = 0, entries_offset = 0;  // the pins begin after the header
   std::uint64_t bytes = 0;
+  std::uint64_t row_sizes = 0;  // identifies the sizes of all rows by group, if the owner may have successors
 
   static SharedRowsLayout of(std::uint64_t area_bytes, std::uint64_t row_bytes);
 };
@@ -52,8 +60,12 @@ class SharedRows {
  public:
   // `memory`: layout.bytes bytes of zeros or an earlier table, 4 KiB aligned; must outlive this object.
   // `identity`: everything that the rows' bytes and places depend on. The table is empty and open. Pins of
-  // readers of an earlier table stay.
+  // readers of an earlier table stay if it had the same layout. REQUIRES: no process has or takes a
+  // reader number meanwhile, unless has_other_layout() is false.
   SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity);
+  // True if the memory is a table of another format, whose pins are at other places, or in which a row of a
+  // group has another size.
+  static bool has_other_layout(std::span<const std::byte> memory, const SharedRowsLayout& layout);
 
   struct Row {
     RowId row = kNoRow;
@@ -69,6 +81,10 @@ class SharedRows {
   // Loads what publish() of this row and key writes into the CPU's cache.
   void prefetch(RowId row, const ChunkKey& key) const;
   bool is_pinned(RowId row) const;
+  // Calls visit(row, group) for each pinned row, as it was published last, by this owner or an earlier one.
+  // Of a row that was never published, or that another process of this user has damaged, the numbers may be
+  // any.
+  void for_each_pinned(const std::function<void(RowId, std::uint32_t)>& visit) const;
   // True if no reader reads the row or has used it since the last take_use(). One load, for the common case.
   bool is_idle(RowId row) const { return pins_[index_of(row)].load(std::memory_order_relaxed) == 0; }
   // True if a reader has used the row since the last call.
@@ -77,6 +93,10 @@ class SharedRows {
   // reused.
   void close();
   std::uint32_t capacity() const { return layout_.capacity; }
+  // A random number that the table has had since it was made. A table that replaces one of another layout has
+  // another number. So a note about the rows that is kept with this number is void after rows of other sizes
+  // were written.
+  std::uint64_t id() const;
   // Returns bits of the readers that pin any of the rows with the indices [first, first + count). REQUIRES,
   // like clear_pins(): inside the capacity.
   std::uint64_t readers(std::uint32_t first, std::uint32_t count) const;
@@ -163,7 +183,8 @@ class SharedRowsView {
   bool pin(unsigned reader, const Found& found);
   void unpin(unsigned reader, RowId row);  // also reports the use to the owner's eviction
   void mark_used(RowId row);               // reports it without a pin
-  bool is_open() const;                    // false: the owner has closed the table
+  // False: the owner has closed the table, or another owner has taken it over.
+  bool is_open() const;
   // Clears what an earlier, dead reader of this number left. REQUIRES: the number belongs to this process.
   void clear_pins(unsigned reader);
 
@@ -177,6 +198,7 @@ class SharedRowsView {
   std::uint32_t row_pages_;
   const std::byte* table_;
   std::byte* pins_;
+  std::uint64_t opening_;
 };
 
 }  // namespace kv_offload

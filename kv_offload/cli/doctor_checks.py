@@ -125,9 +125,10 @@ def regions() -> list[Check]:
     shared = [each for each in found if each.is_held and each.is_shared]
     add("shared memory", "ok", shared, f"in {_count(shared)} of running servers (share_host_memory)")
     kept = [each for each in found if each.is_kept and not each.is_held]
+    names = [f"{machine.SHM_DIRECTORY}/{name}" for each in kept for name in machine.shared_names(each)]
     text = (
-        "kept by stopped servers (keep_host_memory) for the next start; "
-        f"a start that needs the memory frees it, or free it with rm {machine.KEPT_REGIONS}"
+        "kept by stopped servers (keep_host_memory) for the next start; a start that needs the memory "
+        f"frees it, or free it with rm {' '.join([machine.KEPT_REGIONS, *names])}"
     )
     add("kept memory", "ok", kept, text)
     left = [each for each in found if not each.is_kept and not each.is_held]

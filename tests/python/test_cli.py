@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kv_offload
-from kv_offload import vllm_verdict, vllm_versions
+from kv_offload import machine, vllm_verdict, vllm_versions
 from kv_offload.cli import app
 from kv_offload.cli.app import COMMANDS as LISTED
 from kv_offload.cli.app import load_command
@@ -351,6 +351,22 @@ def test_doctor_shows_memory_kept_by_ended_servers(core, vllm):
     text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"))
     assert "2.0 GiB kept by stopped servers" in text
     assert "9.0 GiB of 10.0 GiB available" in text
+
+
+def test_doctor_names_each_file_name_of_kept_memory_that_was_shared(core, vllm, tmp_path):
+    kept, shared, other = (
+        tmp_path / name for name in ("kv_offload-kept-a-0", "kv_offload-shared-b-3", "kv_offload-shared-b-4")
+    )
+    kept.touch()
+    other.touch()
+    shared.hardlink_to(kept)
+    region = machine.Region(kept.name, 1 << 30, False)
+    assert machine.shared_names(region, str(tmp_path)) == [shared.name]
+    assert machine.shared_names(machine.Region("kv_offload-kept-c", 0, False), str(tmp_path)) == []
+    core.setattr(fake_core, "region_files", lambda *_: [region])
+    core.setattr(machine, "shared_names", lambda *_: [shared.name])
+    text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="1GiB"))
+    assert "rm /dev/shm/kv_offload-kept-* /dev/shm/kv_offload-shared-b-3" in " ".join(text.split())
 
 
 def test_doctor_shows_memory_of_killed_servers_and_of_those_that_share(core, vllm):

@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs fifty engines one after the other and kills each at a random moment. Shared memory holds only
-// 1.2 regions. Every engine must start, find all records and read no wrong byte.
+// 1.2 regions. Every engine must start, find all records and read no wrong byte. Then several at once, which
+// read each other's memory.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <random>
+#include <thread>
 
 #include "backends/fs/fixture.h"
 #include "cache/cache_fixture.h"
 #include "memory/child_process.h"
+#include "memory/shared_file.h"
 #include "test_iterations.h"
 
 namespace kv_offload {
@@ -218,6 +222,246 @@ TEST_F(KilledEngine, the_test_detects_memory_that_was_not_released) {
   World holding(engine(0));
   for (std::uint32_t rank = 0; rank < 2; ++rank) ASSERT_TRUE(holding.ranks[rank]->prefault(rank, 1));
   EXPECT_THROW(World(engine(1)), ResourceError);
+}
+
+// ---- engines that share memory which outlives them
+
+constexpr std::uint32_t kNeighbours = 3;
+constexpr std::uint32_t kNeighbourKeys = 60;  // of each group; more than the rows of all engines
+constexpr std::uint64_t kRowsOfEach = 96;
+constexpr int kNeighbourOperations = 4'000;  // of all engines
+constexpr std::uint64_t kOperationsOfLife = 300;
+
+// What the engines report. Engine i is always the same one: its successor takes over its memory.
+struct Reports {
+  std::atomic<std::uint64_t> operations{0}, hits{0}, borrowed{0}, wrong{0}, lost{0}, taken_over{0}, lent{0};
+  std::array<std::atomic<std::uint64_t>, kNeighbours> resident{};
+  std::array<std::atomic<bool>, kNeighbours> stores{}, started{};  // stores: `resident` may change now
+};
+
+class KilledNeighbours : public KilledEngine {
+ protected:
+  KilledNeighbours() {
+    void* memory =
+        ::mmap(nullptr, sizeof(Reports), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    reports_ = new (memory) Reports;
+  }
+  ~KilledNeighbours() override { ::munmap(reports_, sizeof(Reports)); }
+
+  WorldOptions sharing_engine(std::uint32_t i, std::uint32_t life, std::uint64_t rows = kRowsOfEach) {
+    return {.rows = rows,
+            .shard_bytes = {300, 3 * kPageBytes, 5000},
+            .tier = false,
+            .cache = {.load_policy = LoadPolicy::kAlways,
+                      .keep_identity = "weights",
+                      .share_identity = "weights",
+                      .neighbour_interval = std::chrono::milliseconds(1)},
+            .engine_id = fmt::format("engine-{}", life),
+            .shm_directory = shm_,
+            .keep_for = fmt::format("model, data-parallel rank {}", i),
+            .share_for = "model"};
+  }
+  struct Load {
+    std::vector<ChunkKey> keys;
+    std::uint32_t group;
+    RequestHandle request;
+    RowTransfer transfer;
+  };
+  void check(const World& world, const Load& load) {
+    if (!world.holds(load.keys[0], load.transfer.rows[0], load.group)) ++reports_->wrong;
+  }
+  void end(World& world, const Load& load) {
+    check(world, load);
+    world.report(load.transfer.ticket);
+    world.cache->complete_load(load.keys);
+    world.cache->end_request(load.request);
+  }
+  static void store(World& world, RequestHandle request, const ChunkKey& key, std::uint32_t group) {
+    const std::vector<ChunkKey> keys{key};
+    const StoreGrant grant = world.cache->prepare_store(request, keys);
+    if (!grant.accepted.empty()) {
+      world.copy(key, grant.transfer.rows[0], group);
+      world.report(grant.transfer.ticket);
+    }
+    world.cache->complete_store(keys);
+  }
+  // Loads or stores a chunk, and ends some of the earlier loads.
+  void do_one(World& world, std::uint32_t i, std::mt19937_64& random, std::vector<Load>* loads) {
+    const auto group = static_cast<std::uint32_t>(random() % 3);
+    const ChunkKey key = key_of(fmt::format("k{}", random() % kNeighbourKeys), group);
+    const RequestHandle request = world.cache->begin_request("r", {});
+    if (world.cache->lookup(request, key) == LookupResult::kHit) {
+      Load load{{key}, group, request, {}};
+      load.transfer = world.cache->prepare_load(request, load.keys);
+      check(world, load);
+      ++reports_->hits;
+      reports_->borrowed += load.transfer.rows[0] >= world.region->neighbour_row(0, 0);
+      loads->push_back(std::move(load));
+    } else {
+      reports_->stores[i] = true;
+      store(world, request, key, group);
+      world.cache->end_request(request);
+    }
+    while (loads->size() > random() % 8) {
+      std::swap((*loads)[random() % loads->size()], loads->back());
+      end(world, loads->back());
+      loads->pop_back();
+    }
+    world.clock.advance(std::chrono::milliseconds(20));
+    world.cache->end_step();
+    reports_->resident[i] = world.cache->stats().resident_chunks;
+    reports_->stores[i] = false;
+    if (random() % 8 == 0) {
+      for (auto& rank : world.ranks) rank->map_neighbours();
+      reports_->lent += world.cache->stats().lent_chunks;
+    }
+    ++reports_->operations;
+  }
+  // Lives until it is killed.
+  void live_sharing(std::uint32_t i, std::uint32_t life, std::uint64_t seed) {
+    ::alarm(600);
+    World world(sharing_engine(i, life));
+    const std::uint64_t found = world.cache->stats().taken_over_chunks, resident = reports_->resident[i];
+    reports_->taken_over += found;
+    // One store may evict the small rows of a slab for a large one. Otherwise the number is exact.
+    const std::uint64_t may_lack = reports_->stores[i] ? 16 : 0;
+    if (found + may_lack < resident) reports_->lost += resident - found;
+    if (may_lack == 0 && found > resident) throw std::runtime_error("more chunks than were stored");
+    reports_->resident[i] = found;
+    reports_->stores[i] = false;
+    reports_->started[i] = true;
+    std::mt19937_64 random(seed);
+    std::vector<Load> loads;
+    for (;;) do_one(world, i, random, &loads);
+  }
+  // False: nothing happened for a minute.
+  static bool wait_until(const std::function<bool()>& condition) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::yield();
+    }
+    return true;
+  }
+  std::size_t kept_names() const {
+    std::size_t count = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(shm_))
+      count += entry.path().filename().string().starts_with(kKeptNamePrefix) ? 1 : 0;
+    return count;
+  }
+
+  Reports* reports_;
+};
+
+TEST_F(KilledNeighbours, neighbours_read_no_wrong_byte_and_successors_lose_no_chunk) {
+  if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
+  std::mt19937_64 random(13);
+  std::array<std::optional<Child>, kNeighbours> engines;
+  struct KillAll {  // also after a failed assertion
+    std::array<std::optional<Child>, kNeighbours>& engines;
+    ~KillAll() {
+      for (auto& engine : engines) {
+        if (engine) engine->kill();
+      }
+    }
+  } const kill_all{engines};
+  std::uint32_t life = 0, kills = 0, early = 0;
+  const auto start = [&](std::uint32_t i) {
+    reports_->started[i] = false;
+    engines[i].emplace([this, i, mine = life++, seed = random()] { live_sharing(i, mine, seed); });
+  };
+  const auto kill = [&](std::uint32_t i) {
+    early += reports_->started[i] ? 0 : 1;
+    ++kills;
+    engines[i]->kill();
+    EXPECT_EQ(engines[i]->wait(), SIGKILL) << "engine " << i << " ended by itself";
+    engines[i].reset();
+  };
+  for (std::uint32_t i = 0; i < kNeighbours; ++i) start(i);
+  const auto operations = static_cast<std::uint64_t>(testing::rounds(kNeighbourOperations));
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(15);
+  while (reports_->operations < operations && std::chrono::steady_clock::now() < give_up && !HasFailure()) {
+    const std::uint64_t next = reports_->operations + random() % kOperationsOfLife;
+    ASSERT_TRUE(wait_until([&] { return reports_->operations >= next; })) << "the engines hang or have ended";
+    const auto victim = static_cast<std::uint32_t>(random() % kNeighbours),
+               other = (victim + 1) % kNeighbours;
+    const bool stops_other = random() % 4 == 0;  // the others must go on, and start, while it is stopped
+    if (stops_other) engines[other]->stop();
+    kill(victim);
+    if (random() % 4 == 0) kill(3 - victim - other);
+    for (std::uint32_t i = 0; i < kNeighbours; ++i) {
+      if (!engines[i]) start(i);
+    }
+    ASSERT_TRUE(!stops_other || wait_until([&] { return reports_->started[victim].load(); }))
+        << "a start waits for a stopped neighbour";
+    if (stops_other) engines[other]->resume();
+    // While it starts, or just after.
+    if (random() % 4 == 0) {
+      for (std::uint64_t spins = random() % 20'000; spins > 0; --spins)
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+      kill(victim);
+      start(victim);
+    }
+  }
+  EXPECT_GE(reports_->operations, operations) << "the engines hang";
+  for (std::uint32_t i = 0; i < kNeighbours; ++i) kill(i);
+  EXPECT_EQ(reports_->wrong, 0u);
+  EXPECT_EQ(reports_->lost, 0u);
+  EXPECT_GT(reports_->borrowed, operations / 100) << "too few reads of neighbours to find anything";
+  EXPECT_GT(reports_->lent, 0u) << "no owner met a row that was read";
+  EXPECT_GT(reports_->taken_over, 0u);
+  EXPECT_GT(early, 0u) << "no engine was killed while it started";
+
+  World last(sharing_engine(0, life));
+  for (int i = 0; i < 3; ++i) {
+    last.clock.advance(std::chrono::seconds(2));
+    last.cache->end_step();
+  }
+  EXPECT_EQ(last.cache->stats().lent_chunks, 0u);
+  EXPECT_EQ(last.cache->stats().quarantined_rows, 0u);
+  EXPECT_EQ(names_in_shm(), kNeighbours + 1) << "three kept names, and the name of the last engine";
+  std::vector<Load> loads;
+  for (int i = 0; i < 500; ++i) do_one(last, 0, random, &loads);
+  for (const Load& load : loads) end(last, load);
+  EXPECT_EQ(reports_->wrong, 0u);
+  std::printf(
+      "%lu operations, %lu loads, %lu of them of neighbours, %u kills, %u during starts, %lu chunks "
+      "taken over\n",
+      reports_->operations.load(), reports_->hits.load(), reports_->borrowed.load(), kills, early,
+      reports_->taken_over.load());
+}
+
+// Readers find within a second that an engine has ended, and hold its memory until then.
+TEST_F(KilledNeighbours, a_start_waits_for_memory_that_readers_of_an_ended_engine_still_hold) {
+  if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
+  Signal ready;
+  Child ended([&] {
+    World world(sharing_engine(0, 0, 400));
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+      if (!world.ranks[rank]->prefault(rank, 1)) throw std::runtime_error("no memory");
+    }
+    ready.raise();
+    ::pause();
+  });
+  ready.wait();
+  WorldOptions made = sharing_engine(1, 1, 400);
+  made.cache.neighbour_interval = Nanos(0);
+  World reader(std::move(made));
+  const auto step = [&] {
+    reader.cache->end_step();
+    for (auto& rank : reader.ranks) rank->map_neighbours();
+  };
+  for (int i = 0; i < 3; ++i) step();
+  ASSERT_EQ(reader.cache->stats().neighbours, 1u);
+  ended.kill();
+  ended.wait();
+  std::thread leaves([&] {
+    (void)wait_until([&] { return kept_names() <= 1; });
+    for (int i = 0; i < 3; ++i) step();
+  });
+  std::optional<World> next;
+  EXPECT_NO_THROW(next.emplace(sharing_engine(0, 2, 900)));
+  leaves.join();
 }
 
 }  // namespace

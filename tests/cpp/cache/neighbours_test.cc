@@ -2,8 +2,10 @@
 // Engines that share their host memory: what one of them loads from another's rows.
 #include "cache/neighbours.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <filesystem>
@@ -12,7 +14,9 @@
 
 #include "cache/cache_fixture.h"
 #include "cache/parts.h"
+#include "memory/control_page.h"
 #include "memory/shared_file.h"
+#include "memory/sharing_engine.h"
 #include "memory/shm_fixture.h"
 #include "step_watch.h"
 
@@ -797,6 +801,197 @@ TEST_F(SharedMemory, engines_of_other_weights_are_reported_once) {
   EXPECT_THAT(b.cache->take_neighbour_problems(), ElementsAre(HasSubstr("another namespace")));
   meet({a.get(), &b});
   EXPECT_THAT(b.cache->take_neighbour_problems(), IsEmpty());
+}
+
+// ---- memory that also outlives its engine
+
+class KeptSharedMemory : public SharedMemory {
+ protected:
+  WorldOptions kept(std::uint64_t rows, const std::string& identity = "weights") {
+    WorldOptions made = options(identity);
+    made.rows = rows;
+    made.keep_for = "model";
+    made.cache.keep_identity = identity;
+    return made;
+  }
+  std::unique_ptr<World> with_rows(std::uint64_t rows) {
+    WorldOptions made = options();
+    made.rows = rows;
+    return std::make_unique<World>(std::move(made));
+  }
+};
+
+TEST_F(KeptSharedMemory, neighbours_read_the_chunks_that_the_next_engine_took_over) {
+  const auto reader = with_rows(8);
+  std::optional<World> owner(kept(8));
+  store(*owner, {"a", "b", "c"});
+  meet({&*owner, reader.get()});
+  EXPECT_EQ(load(*reader, {"a", "b"}), 2u);
+  owner.reset();
+  owner.emplace(kept(8));
+  EXPECT_EQ(owner->cache->stats().taken_over_chunks, 3u);
+  EXPECT_EQ(load(*owner, {"a", "b", "c"}), 3u);
+  meet({&*owner, reader.get()});
+  EXPECT_EQ(load(*reader, {"a", "b", "c"}), 3u);
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 0u);
+}
+
+TEST_F(KeptSharedMemory, the_next_engine_evicts_no_chunk_that_a_neighbour_reads) {
+  const auto reader = with_rows(2);
+  std::optional<World> owner(kept(2));
+  store(*owner, {"a", "b"});
+  meet({&*owner, reader.get()});
+  const Load held = begin_load(*reader, {"a"});
+  ASSERT_EQ(held.keys.size(), 1u);
+  owner.reset();
+  owner.emplace(kept(2));
+  EXPECT_EQ(store(*owner, {"c", "d"}).size(), 1u);
+  expect_right(*reader, held);
+  end_load(*reader, held);
+}
+
+// A reset drops chunks, and a row that a neighbour reads is then in no table of chunks.
+TEST_F(KeptSharedMemory, the_next_engine_reuses_no_row_without_a_chunk_that_a_neighbour_reads) {
+  const auto reader = with_rows(2);
+  std::optional<World> owner(kept(2));
+  store(*owner, {"a", "b"});
+  meet({&*owner, reader.get()});
+  const Load held = begin_load(*reader, {"a"});
+  ASSERT_EQ(held.keys.size(), 1u);
+  owner->cache->reset();
+  owner.reset();
+  owner.emplace(kept(2, "other weights"));
+  EXPECT_EQ(owner->cache->stats().taken_over_chunks, 0u);
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 1u);
+  EXPECT_EQ(store(*owner, {"c", "d"}).size(), 1u);
+  expect_right(*reader, held);
+  end_load(*reader, held);
+  reader->cache->end_step();
+  owner->clock.advance(std::chrono::seconds(2));
+  owner->cache->end_step();
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 0u);
+  EXPECT_EQ(store(*owner, {"e", "f"}).size(), 2u);
+}
+
+TEST_F(KeptSharedMemory, a_borrowed_chunk_is_not_entered_in_the_table_of_the_engine_that_reads_it) {
+  const auto owner = with_rows(8);
+  std::optional<World> reader(kept(8));
+  store(*owner, {"a", "b"});
+  meet({owner.get(), &*reader});
+  for (const int priority : {0, 0, 5}) {
+    const RequestHandle request = reader->cache->begin_request("r", {.priority = priority});
+    EXPECT_EQ(reader->cache->lookup(request, key_of("a")), LookupResult::kHit);
+    const std::vector<ChunkKey> keys{key_of("a")};
+    const RowTransfer transfer = reader->cache->prepare_load(request, keys);
+    reader->report(transfer.ticket);
+    reader->cache->complete_load(keys);
+    reader->cache->end_request(request);
+    reader->cache->end_step();
+  }
+  reader.reset();
+  reader.emplace(kept(8));
+  EXPECT_EQ(reader->cache->stats().taken_over_chunks, 0u);
+}
+
+TEST_F(KeptSharedMemory, the_next_engine_has_new_memory_if_its_rows_have_other_sizes_and_one_is_read) {
+  const auto reader = with_rows(8);
+  std::optional<World> owner(kept(8));
+  store(*owner, {"a", "b"});
+  meet({&*owner, reader.get()});
+  const Load held = begin_load(*reader, {"a"});
+  ASSERT_EQ(held.keys.size(), 1u);
+  for (const bool is_larger : {false, true}) {
+    owner.reset();
+    WorldOptions next = kept(is_larger ? 12 : 8);
+    if (!is_larger) next.shard_bytes = {5000};
+    owner.emplace(next);
+    EXPECT_EQ(owner->cache->stats().taken_over_chunks, 0u);
+    store(*owner, numbered("new", 8));
+    expect_right(*reader, held);
+  }
+  end_load(*reader, held);
+  EXPECT_EQ(load(*owner, {"new0"}), 1u);
+}
+
+TEST_F(KeptSharedMemory, chunks_whose_rows_an_engine_with_other_sizes_has_overwritten_are_not_taken_over) {
+  const Names all = numbered("k", 8);
+  store(*std::make_unique<World>(kept(8)), all);
+  WorldOptions other = kept(8);
+  other.shard_bytes = {5000};
+  EXPECT_EQ(store(*std::make_unique<World>(other), all).size(), 4u);
+  World last(kept(8));
+  EXPECT_EQ(last.cache->stats().taken_over_chunks, 0u);
+  EXPECT_EQ(load(last, all), 0u);
+  EXPECT_THAT(names(), ::testing::SizeIs(2)) << "the memory was not taken over";
+}
+
+// Only a rank after the first one has other sizes, so the region is adopted first.
+TEST_F(KeptSharedMemory, a_table_of_other_sizes_is_refused_while_a_process_reads_the_memory) {
+  using testing::SharingEngine;
+  std::optional<SharingEngine> reader(std::in_place, directory_, "reader");
+  {
+    SharingEngine owner(directory_, "owner", "weights", SharingEngine::kRows, true);
+    ASSERT_TRUE(owner.store(3, 5));
+    reader->look_around();
+    ASSERT_TRUE(reader->pin(5));
+  }
+  RegionOptions both = ShmTest::options(SharingEngine::kRows * kPageBytes, 1, "next");
+  both.keep_for = both.share_for = "model";
+  const auto worker = HostRegion::attach_worker(both, 0, {{kPageBytes}, "test"});
+  const auto scheduler = HostRegion::attach_scheduler(both);
+  SharedRowsLayout other = SharedRowsLayout::of(SharingEngine::kRows * kPageBytes, kPageBytes);
+  other.row_sizes = 1;
+  EXPECT_THAT(message_of<ResourceError>([&] { LentRows(*scheduler, other, "weights"); }),
+              HasSubstr("still reads the memory of the previous server"));
+  reader.reset();
+  LentRows lent(*scheduler, other, "weights");
+  EXPECT_FALSE(lent.is_read(3)) << "a pin at a place of the earlier table counts";
+}
+
+// Bits that a process has set and not checked yet, and then stopped. Two rows then claim the same bytes, and
+// only one pin can hold.
+TEST_F(KeptSharedMemory, the_next_engine_does_not_start_if_a_pinned_row_cannot_be_told_from_an_earlier_one) {
+  const auto with_sizes = [](WorldOptions made) {
+    made.rows = 16;
+    made.shard_bytes = {300, 4 * kPageBytes};
+    return made;
+  };
+  auto reader = std::make_unique<World>(with_sizes(options()));
+  std::optional<World> owner(with_sizes(kept(16)));
+  for (const std::string& name : numbered("small", 16)) store(*owner, {name});
+  ASSERT_EQ(store(*owner, {"large"}, 1).size(), 1u);
+  meet({&*owner, reader.get()});
+  const Load own = begin_load(*owner, {"large"}, 1);
+  ASSERT_EQ(own.keys.size(), 1u);
+  const RowId row = own.transfer.rows[0];
+  end_load(*owner, own);
+  const Load held = begin_load(*reader, {"large"}, 1);
+  ASSERT_EQ(held.keys.size(), 1u);
+  owner->cache->reset();
+  const std::uint64_t table = ControlPage::padded_bytes(2) + 2 * owner->region->area_bytes();
+  const auto place = static_cast<off_t>(table + kPageBytes + (row + 1) * sizeof(std::uint64_t));
+  const Names all = names();
+  const auto kept_name =
+      std::ranges::find_if(all, [](const std::string& one) { return one.starts_with(kKeptNamePrefix); });
+  ASSERT_NE(kept_name, all.end());
+  const int file = ::open((directory_ + "/" + *kept_name).c_str(), O_RDWR | O_CLOEXEC);
+  const auto set = [&](std::uint64_t bits) {
+    ASSERT_EQ(::pwrite(file, &bits, sizeof(bits), place), ssize_t{sizeof(bits)});
+  };
+  owner.reset();
+  set(1);  // the only reader has number 0
+  EXPECT_THAT(message_of<ResourceError>([&] { World next(with_sizes(kept(16))); }),
+              HasSubstr("cannot be told from"));
+  set(0);
+  owner.emplace(with_sizes(kept(16)));
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 1u);
+  expect_right(*reader, held, 1);
+  owner.reset();
+  set(1);
+  reader.reset();  // bits of an ended process do not count
+  owner.emplace(with_sizes(kept(16)));
+  EXPECT_EQ(owner->cache->stats().lent_chunks, 0u);
+  ::close(file);
 }
 
 }  // namespace

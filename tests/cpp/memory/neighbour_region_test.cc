@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -128,6 +129,24 @@ TEST_F(NeighbourRegionTest, a_reader_is_alive_as_long_as_its_worker) {
   reader->worker.reset();
   owner->clear_dead_readers();
   EXPECT_TRUE(owner->store(3, 6));
+}
+
+TEST_F(NeighbourRegionTest, an_owner_knows_whether_any_process_has_a_reader_number) {
+  const auto owner = engine("owner");
+  auto reader = engine("reader");
+  const auto has_none = [&] {
+    bool was_called = false;
+    const bool answer = owner->scheduler->if_no_reader_lives([&] { was_called = true; });
+    EXPECT_EQ(was_called, answer);
+    return answer;
+  };
+  EXPECT_TRUE(has_none());
+  reader->look_around();
+  EXPECT_FALSE(has_none());
+  reader->neighbours.clear();
+  EXPECT_FALSE(has_none()) << "its worker lives";
+  reader.reset();
+  EXPECT_TRUE(has_none());
 }
 
 TEST_F(NeighbourRegionTest, a_stopped_reader_keeps_its_row_and_blocks_nothing_else) {
@@ -326,6 +345,194 @@ TEST_F(NeighbourRegionTest, the_next_neighbour_in_a_slot_is_entered_from_its_sta
   }
 }
 
+// ---- regions that outlive their engines
+
+class KeptNeighbourTest : public NeighbourRegionTest {
+ protected:
+  std::unique_ptr<SharingEngine> kept(const std::string& id, const std::string& identity = "weights",
+                                      std::uint64_t shard_bytes = kPageBytes) const {
+    return std::make_unique<SharingEngine>(directory_, id, identity, SharingEngine::kRows, true, shard_bytes);
+  }
+  // Runs an engine in another process until `use` has ended, and the rest of the test until it is killed.
+  struct Killed {
+    Killed(const KeptNeighbourTest& test, const std::string& id,
+           const std::function<void(SharingEngine&)>& use)
+        : child([&, id] {
+            const auto dying = test.kept(id);
+            use(*dying);
+            ready.raise();
+            go_on.wait();
+            // The row is pinned now: it is withdrawn, and stays in use.
+            if (dying->store(3, 6)) throw std::runtime_error("a row was reused while it was read");
+            ready.raise();
+            ::pause();
+          }) {
+      ready.wait();
+    }
+    void kill() {
+      child.kill();
+      child.wait();
+    }
+    Signal ready, go_on;
+    Child child;
+  };
+  static std::vector<RowId> pinned_rows(SharingEngine& engine) {
+    std::vector<RowId> rows;
+    engine.rows().for_each_pinned([&](RowId row, std::uint32_t) { rows.push_back(row); });
+    return rows;
+  }
+};
+
+TEST_F(KeptNeighbourTest, a_region_with_a_reader_is_taken_over_and_read_again) {
+  const auto reader = engine("reader");
+  Killed owner(*this, "owner", [](SharingEngine& one) {
+    for (RowId row = 0; row < 8; ++row) EXPECT_TRUE(one.store(row, 100 + row));
+  });
+  reader->look_around();
+  const auto held = *reader->pin(103);
+  owner.kill();
+  const auto next = kept("next");
+  EXPECT_EQ(next->taken_over.size(), 8u);
+  for (const auto& [row, number] : next->taken_over) EXPECT_TRUE(next->has_bytes(row, number)) << row;
+  EXPECT_FALSE(reader->pin(104)) << "the view of the earlier owner finds a row";
+  EXPECT_FALSE(next->store(3, 7)) << "a row was reused while it was read";
+  EXPECT_TRUE(reader->is_right(held));
+  EXPECT_TRUE(next->store(4, 8));
+  reader->unpin(held);
+  EXPECT_TRUE(next->store(3, 7));
+  EXPECT_THAT(reader->look_around(), IsEmpty());
+  EXPECT_THAT(reader->look_around(), IsEmpty());
+  for (const std::uint32_t number : {7u, 8u, 100u, 107u}) {
+    const auto again = reader->pin(number);
+    ASSERT_TRUE(again) << number;
+    EXPECT_TRUE(reader->is_right(*again));
+  }
+  EXPECT_FALSE(reader->pin(104));
+  EXPECT_EQ(names().size(), 3u) << "the reader's name, and two of the region that was taken over";
+}
+
+TEST_F(KeptNeighbourTest, a_row_that_was_withdrawn_while_it_was_read_is_not_reused_by_the_next_owner) {
+  const auto reader = engine("reader");
+  Killed owner(*this, "owner", [](SharingEngine& one) { EXPECT_TRUE(one.store(3, 5)); });
+  reader->look_around();
+  const auto held = *reader->pin(5);
+  owner.go_on.raise();
+  owner.ready.wait();
+  owner.kill();
+  for (const char* id : {"second", "third"}) {
+    const auto next = kept(id);
+    EXPECT_THAT(next->taken_over, IsEmpty());
+    EXPECT_THAT(pinned_rows(*next), ElementsAre(3u));
+    next->clear_dead_readers();
+    EXPECT_FALSE(next->store(3, 7));
+    EXPECT_TRUE(reader->is_right(held));
+  }
+  reader->unpin(held);
+  const auto last = kept("last");
+  EXPECT_THAT(pinned_rows(*last), IsEmpty());
+  EXPECT_TRUE(last->store(3, 7));
+}
+
+TEST_F(KeptNeighbourTest, a_reader_finds_no_row_of_the_next_weights_in_its_old_view) {
+  const auto reader = engine("reader");
+  Killed owner(*this, "owner", [](SharingEngine& one) { EXPECT_TRUE(one.store(3, 5)); });
+  reader->look_around();
+  const auto held = *reader->pin(5);
+  owner.kill();
+  const auto next = kept("next", "other weights");
+  EXPECT_THAT(next->taken_over, IsEmpty());
+  ASSERT_TRUE(next->store(9, 9));
+  EXPECT_FALSE(reader->pin(9));
+  EXPECT_FALSE(next->store(3, 7));
+  EXPECT_TRUE(reader->is_right(held));
+  reader->unpin(held);
+  EXPECT_THAT(reader->look_around(), ElementsAre(HasSubstr("another namespace")));
+  EXPECT_FALSE(reader->pin(9));
+}
+
+// Its pins would be at other places.
+TEST_F(KeptNeighbourTest, a_region_with_a_reader_is_not_taken_over_with_another_layout) {
+  const auto reader = engine("reader");
+  Killed owner(*this, "owner", [](SharingEngine& one) { EXPECT_TRUE(one.store(3, 5)); });
+  reader->look_around();
+  const auto held = *reader->pin(5);
+  owner.kill();
+  {
+    const auto next = kept("next", "weights", kPageBytes / 2);
+    EXPECT_THAT(next->taken_over, IsEmpty());
+    EXPECT_TRUE(next->store(3, 7));
+    EXPECT_TRUE(reader->is_right(held));
+    EXPECT_EQ(next->scheduler->kept().origin, RegionOrigin::kReplaced);
+  }
+  // Without a reader the layout does not matter; the identity does.
+  EXPECT_EQ(kept("last")->scheduler->kept().origin, RegionOrigin::kAdopted);
+}
+
+// A reader that is stopped at any instruction must not keep the next engine from the region.
+TEST_F(KeptNeighbourTest, readers_of_a_killed_owner_neither_lock_the_file_nor_remove_its_names) {
+  const auto reader = engine("reader");
+  Killed owner(*this, "owner", [](SharingEngine& one) { EXPECT_TRUE(one.store(3, 5)); });
+  reader->look_around();
+  ASSERT_THAT(reader->neighbours, SizeIs(1));
+  owner.kill();
+  const std::string path = path_of(reader->neighbours.begin()->second->number());
+  const int adopting = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(::flock(adopting, LOCK_SH | LOCK_NB), 0);
+  reader->look_around();
+  EXPECT_THAT(reader->neighbours, IsEmpty()) << "a lock of the next engine counts as one of the owner";
+  ::close(adopting);
+  reader->look_around();
+  EXPECT_EQ(names().size(), 3u);
+  for (const std::string& name : names()) {
+    if (name.starts_with(kKeptNamePrefix)) std::filesystem::remove(directory_ + "/" + name);
+  }
+  reader->look_around();
+  EXPECT_EQ(names().size(), 1u) << "memory that is not kept any more has a name";
+}
+
+TEST_F(KeptNeighbourTest, an_engine_that_does_not_share_leaves_a_region_that_others_may_read) {
+  { EXPECT_TRUE(kept("first")->store(3, 5)); }
+  RegionOptions alone = options(SharingEngine::kRows * kPageBytes, 1, "alone");
+  alone.keep_for = "model";
+  const auto worker = HostRegion::attach_worker(alone, 0, {{kPageBytes}, "test"});
+  EXPECT_EQ(worker->kept().origin, RegionOrigin::kNew);
+  EXPECT_EQ(kept("next")->taken_over.size(), 1u);
+}
+
+TEST_F(KeptNeighbourTest, a_region_with_two_names_is_listed_once) {
+  auto one = kept("one");
+  std::vector<RegionFile> files = region_files(directory_);
+  ASSERT_EQ(files.size(), 1u);
+  EXPECT_TRUE(files[0].is_held);
+  EXPECT_THAT(files[0].name, HasSubstr("kv_offload-shared-"));
+  one.reset();
+  EXPECT_EQ(names().size(), 2u);
+  files = region_files(directory_);
+  ASSERT_EQ(files.size(), 1u);
+  EXPECT_FALSE(files[0].is_held);
+  EXPECT_THAT(files[0].name, HasSubstr("kv_offload-kept-"));
+}
+
+TEST_F(KeptNeighbourTest, each_of_several_engines_takes_over_one_region) {
+  {
+    const auto a = kept("a"), b = kept("b");
+    EXPECT_TRUE(a->store(1, 1) && b->store(2, 2));
+  }
+  const auto first = kept("c");
+  EXPECT_THAT(first->taken_over, SizeIs(1));
+  EXPECT_EQ(names().size(), 3u) << "two names of the region in use, one of the other";
+  const auto reader = engine("reader");
+  EXPECT_THAT(reader->look_around(), IsEmpty());
+  const std::uint32_t number = first->taken_over.begin()->second, other = 3 - number;
+  EXPECT_TRUE(reader->pin(number));
+  EXPECT_FALSE(reader->pin(other));
+  const auto second = kept("d");
+  ASSERT_THAT(second->taken_over, SizeIs(1));
+  EXPECT_EQ(second->taken_over.begin()->second, other);
+  EXPECT_THAT(reader->look_around(), IsEmpty());
+  EXPECT_TRUE(reader->pin(other));
+}
+
 // ---- refused regions
 
 TEST_F(NeighbourRegionTest, other_weights_are_not_read) {
@@ -420,12 +627,6 @@ TEST_F(NeighbourRegionTest, the_window_of_each_rank_begins_with_its_own_area) {
     EXPECT_EQ(second->area(1).data(), second->window().data());
     EXPECT_EQ(second->window().size() > second->area_bytes(), !share_for.empty());
   }
-}
-
-TEST_F(NeighbourRegionTest, keeping_and_sharing_one_region_is_refused) {
-  RegionOptions both = options(kMiB, 1);
-  both.keep_for = both.share_for = "model";
-  EXPECT_TRUE(has(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(both); }), "both"));
 }
 
 }  // namespace

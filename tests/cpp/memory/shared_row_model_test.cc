@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks SharedRow exhaustively: one owner and two readers, every interleaving of their memory accesses, with
 // store buffers as on x86 (a store that is not sequentially consistent becomes visible later), and readers
-// that are killed between any two accesses.
+// that are killed between any two accesses. In a second model the owner is killed too, and another one takes
+// the row over while a reader still has the old view.
 //
 // The checker runs the real code. An actor is replayed from its start with the results of its earlier
 // accesses; the first access without a result is the actor's next step.
@@ -19,8 +20,8 @@
 namespace kv_offload {
 namespace {
 
-enum class Place : std::size_t { kVersion, kPins, kBytes, kDead1, kDead2 };
-constexpr std::size_t kModelPlaces = 5;
+enum class Place : std::size_t { kVersion, kPins, kBytes, kDead0, kDead1, kDead2, kOpen };
+constexpr std::size_t kModelPlaces = 7;
 
 struct Access {
   enum class Kind { kLoad, kStore, kOr, kAnd } kind;
@@ -59,7 +60,7 @@ struct ModelWord {
 };
 
 ModelWord version{Place::kVersion}, pins{Place::kPins}, bytes{Place::kBytes},
-    dead[2]{{Place::kDead1}, {Place::kDead2}};
+    dead[2]{{Place::kDead1}, {Place::kDead2}}, dead_owner{Place::kDead0}, opening{Place::kOpen};
 constexpr auto kModelRelaxed = std::memory_order_relaxed;
 
 using ModelRow = SharedRow<ModelWord>;
@@ -97,16 +98,58 @@ void read(unsigned reader) {
   row.unpin(reader);
 }
 
+// ---- a takeover: what SharedRows does with one row, its opening number, and a view of the first owner
+
+constexpr std::uint64_t kFirstOpening = 1, kFirstOfNext = 10;  // versions from here on are of the next owner
+
+void own_once() {
+  ModelRow row{version, pins};
+  if (!row.withdraw()) return;
+  bytes.store(0, kModelRelaxed);
+  bytes.store(2, kModelRelaxed);
+  row.publish(2);
+}
+
+// Waits for nobody: it starts at any time after the owner's death.
+void take_over() {
+  if (dead_owner.load(kModelRelaxed) == 0) return;
+  ModelRow row{version, pins};
+  opening.store(0, std::memory_order_seq_cst);
+  (void)row.withdraw();
+  opening.store(kFirstOfNext, std::memory_order_seq_cst);
+  if (row.is_pinned()) {
+    if (dead[0].load(kModelRelaxed) != 0) row.unpin(0);
+    if (row.is_pinned()) return;
+  }
+  bytes.store(0, kModelRelaxed);
+  bytes.store(kFirstOfNext + 1, kModelRelaxed);
+  row.publish(kFirstOfNext + 1);
+}
+
+// A view of the first owner. Rows of the next one may belong to other weights, so they are wrong here.
+void read_in_view(bool checks_opening = true) {
+  const std::uint64_t found = version.load(std::memory_order_acquire);
+  if (found == 0) return;
+  ModelRow row{version, pins};
+  if (!row.pin(0, found)) return;
+  if (checks_opening && opening.load(std::memory_order_seq_cst) != kFirstOpening) return row.unpin(0);
+  for (int reads = 0; reads < 2; ++reads) {
+    if (bytes.load(kModelRelaxed) != found || found >= kFirstOfNext) throw WrongBytes();
+  }
+  row.unpin(0);
+}
+
 class Checker {
  public:
   using Actor = std::function<void()>;
-  explicit Checker(std::array<Actor, 3> actors, bool weak = false)
-      : actors_(std::move(actors)), weak_(weak) {}
+  explicit Checker(std::array<Actor, 3> actors, bool weak = false, bool owner_dies = false)
+      : actors_(std::move(actors)), weak_(weak), owner_dies_(owner_dies) {}
 
   // Returns true if a reader reads wrong bytes in some interleaving.
   bool finds_wrong_bytes() {
     State start;
     start.at(Place::kVersion) = start.at(Place::kBytes) = 1;
+    start.at(Place::kOpen) = kFirstOpening;
     visit(start);
     return wrong_;
   }
@@ -118,7 +161,7 @@ class Checker {
     std::uint64_t& at(Place place) { return memory[static_cast<std::size_t>(place)]; }
     std::array<std::vector<std::uint64_t>, 3> results;
     std::array<std::vector<std::pair<Place, std::uint64_t>>, 3> buffers;
-    std::array<bool, 3> ended{};
+    std::array<bool, 3> ended{}, dead{};
 
     std::string text() const {
       std::string all;
@@ -126,7 +169,7 @@ class Checker {
       for (const auto value : memory) add(value);
       for (std::size_t i = 0; i < 3; ++i) {
         for (const auto value : results[i]) add(value);
-        all += ended[i] ? "e" : "|";
+        all += dead[i] ? "d" : ended[i] ? "e" : "|";
         for (const auto& [place, value] : buffers[i]) add(static_cast<std::uint64_t>(place)), add(value);
         all += ";";
       }
@@ -139,7 +182,8 @@ class Checker {
     for (std::size_t i = 0; i < 3; ++i) {
       drain_one(state, i);
       step(state, i);
-      if (i > 0 && !state.ended[i]) kill(state, i);
+      // An idle owner may be killed too.
+      if (i > 0 ? !state.ended[i] : owner_dies_ && !state.dead[0]) kill(state, i);
     }
   }
   void drain_one(State state, std::size_t i) {
@@ -153,8 +197,9 @@ class Checker {
   void kill(State state, std::size_t i) {
     for (const auto& [place, value] : state.buffers[i]) state.at(place) = value;
     state.buffers[i].clear();
-    state.ended[i] = true;
-    state.at(i == 1 ? Place::kDead1 : Place::kDead2) = 1;
+    state.ended[i] = state.dead[i] = true;
+    constexpr std::array kDead{Place::kDead0, Place::kDead1, Place::kDead2};
+    state.at(kDead[i]) = 1;
     visit(state);
   }
   void step(State state, std::size_t i) {
@@ -201,6 +246,7 @@ class Checker {
 
   const std::array<Actor, 3> actors_;
   const bool weak_;  // no store is sequentially consistent
+  const bool owner_dies_;
   std::set<std::string> seen_;
   bool wrong_ = false;
 };
@@ -242,6 +288,30 @@ TEST(SharedRowModel, an_owner_that_reads_the_pins_before_it_withdraws_is_found) 
     version.store(2, std::memory_order_release);
   };
   EXPECT_TRUE(Checker(actors).finds_wrong_bytes());
+}
+
+TEST(SharedRowModel, no_interleaving_with_a_takeover_lets_a_reader_see_a_row_that_is_reused) {
+  Checker checker({own_once, [] { read_in_view(); }, take_over}, false, true);
+  EXPECT_FALSE(checker.finds_wrong_bytes());
+  EXPECT_GT(checker.states(), 1000u);
+}
+
+TEST(SharedRowModel, a_view_that_does_not_check_the_opening_is_found) {
+  EXPECT_TRUE(Checker({own_once, [] { read_in_view(false); }, take_over}, false, true).finds_wrong_bytes());
+}
+
+TEST(SharedRowModel, a_takeover_that_does_not_read_the_pins_is_found) {
+  const auto take_all = [] {
+    if (dead_owner.load(kModelRelaxed) == 0) return;
+    opening.store(0, std::memory_order_seq_cst);
+    version.store(0, std::memory_order_seq_cst);
+    bytes.store(kFirstOfNext + 1, kModelRelaxed);
+  };
+  EXPECT_TRUE(Checker({own_once, [] { read_in_view(); }, take_all}, false, true).finds_wrong_bytes());
+}
+
+TEST(SharedRowModel, a_takeover_that_stays_in_the_store_buffer_is_found) {
+  EXPECT_TRUE(Checker({own_once, [] { read_in_view(); }, take_over}, true, true).finds_wrong_bytes());
 }
 
 }  // namespace

@@ -259,7 +259,57 @@ TEST_F(SharedRowsTest, the_next_owner_starts_empty_and_respects_the_pins) {
   EXPECT_FALSE(reader.find(key("a")));
   EXPECT_FALSE(next.withdraw(0));
   next.publish(row(2, "b"));
-  EXPECT_NE(reader.find(key("b"))->version, found.version) << "versions were used twice";
+  EXPECT_NE(view().find(key("b"))->version, found.version) << "versions were used twice";
+}
+
+TEST_F(SharedRowsTest, a_view_of_an_earlier_owner_finds_and_pins_nothing) {
+  (void)open();
+  SharedRowsView reader = view();
+  SharedRows next = open();
+  next.publish(row(0, "a"));
+  EXPECT_FALSE(reader.is_open());
+  EXPECT_FALSE(reader.find(key("a")));
+  EXPECT_FALSE(reader.pin(kReader, *view().find(key("a"))));
+  EXPECT_FALSE(next.is_pinned(0));
+}
+
+TEST_F(SharedRowsTest, the_next_owner_learns_which_rows_are_pinned) {
+  SharedRows first = open();
+  for (RowId i = 0; i < kRows; ++i) first.publish(row(2 * i + i % 2, "k" + std::to_string(i)));
+  SharedRowsView reader = view();
+  ASSERT_TRUE(reader.pin(kReader, *reader.find(key("k3"))));
+  ASSERT_TRUE(reader.pin(kReader, *reader.find(key("k6"))));
+  EXPECT_FALSE(first.withdraw(7));
+  SharedRows next = open("other weights");
+  std::vector<std::pair<RowId, std::uint32_t>> pinned;
+  next.for_each_pinned([&](RowId id, std::uint32_t group) { pinned.emplace_back(id, group); });
+  EXPECT_EQ(pinned, (std::vector<std::pair<RowId, std::uint32_t>>{{7, 1}, {12, 1}}));
+}
+
+TEST_F(SharedRowsTest, a_table_of_another_layout_is_made_anew_and_numbers_continue) {
+  SharedRows first = open();
+  for (RowId i = 0; i < kRows; ++i) first.publish(row(2 * i, "k" + std::to_string(i)));
+  SharedRowsView reader = view();
+  const auto found = *reader.find(key("k3"));
+  ASSERT_TRUE(reader.pin(kReader, found));
+  SharedRowsLayout other = SharedRowsLayout::of(kRows * kTwoPages / 2, kTwoPages);
+  other.row_sizes = 1;
+  EXPECT_FALSE(SharedRows::has_other_layout(memory_, layout_));
+  const std::uint64_t first_id = first.id();
+  EXPECT_EQ(open().id(), first_id);
+  EXPECT_TRUE(SharedRows::has_other_layout(memory_, other));
+  const std::byte version = memory_[0];  // of the format
+  memory_[0] = std::byte{'x'};
+  EXPECT_TRUE(SharedRows::has_other_layout(memory_, layout_));
+  memory_[0] = version;
+  SharedRows next(memory_.first(other.bytes), other, "model");
+  EXPECT_EQ(next.readers(0, next.capacity()), 0u);
+  EXPECT_NE(next.id(), first_id);
+  next.publish(row(2, "b"));
+  EXPECT_FALSE(reader.is_open());
+  const auto again = SharedRowsView(memory_, memory_.subspan(kPageBytes), other, "model").find(key("b"));
+  ASSERT_TRUE(again);
+  EXPECT_GT(again->version, found.version);
 }
 
 TEST_F(SharedRowsTest, another_identity_size_or_no_table_is_refused) {

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // An engine with one worker, in one process, that shares its rows and reads those of its neighbours. It has
-// no cache: the test says what is stored in which row.
+// no cache: the test says what is stored in which row. With `keep` its memory outlives it, and the next such
+// engine takes it over.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "memory/host_region.h"
 #include "memory/neighbour_region.h"
+#include "memory/row_table.h"
 #include "memory/shared_file.h"
 #include "memory/shared_rows.h"
 
@@ -22,16 +25,18 @@ class SharingEngine {
   static constexpr std::uint32_t kRows = 64;
 
   SharingEngine(const std::string& directory, const std::string& id, const std::string& identity = "weights",
-                std::uint64_t rows = kRows)
+                std::uint64_t rows = kRows, bool keep = false, std::uint64_t shard_bytes = kPageBytes)
       : identity_(identity), layout_(SharedRowsLayout::of(rows * kPageBytes, kPageBytes)) {
     RegionOptions options;
     options.engine_id = id;
     options.bytes = rows * kPageBytes;
     options.shm_directory = directory;
     options.share_for = "model";
-    worker = HostRegion::attach_worker(options, 0, {{kPageBytes}, "test"});
+    if (keep) options.keep_for = "model";
+    worker = HostRegion::attach_worker(options, 0, {{shard_bytes}, "test"});
     scheduler = HostRegion::attach_scheduler(options);
     rows_.emplace(scheduler->memory_of_shared_rows(layout_.bytes), layout_, identity);
+    if (keep) keep_rows(rows * kPageBytes);
     scheduler->share();
   }
 
@@ -47,11 +52,19 @@ class SharingEngine {
   }
   // Stores a key in a row. False if a reader still reads the row.
   bool store(RowId row, std::uint32_t number) {
+    if (table_) table_->erase(row);
     if (!rows_->withdraw(row)) return false;
     write(row, number);
+    if (table_) table_->put({row, key(number), 0, number, 0, 0, 0});
     rows_->publish({row, key(number), number, 0});
     return true;
   }
+  // True if the own bytes of this row are those of the key.
+  bool has_bytes(RowId row, std::uint32_t number) const {
+    return all_are(worker->shard(0, row, kPageBytes), number);
+  }
+  // The rows that were taken over, with the numbers of their keys.
+  std::map<RowId, std::uint32_t> taken_over;
   void clear_dead_readers() {
     const std::uint64_t readers = rows_->readers(0, rows_->capacity());
     for (unsigned reader = 0; reader < kMostReaders; ++reader) {
@@ -111,12 +124,7 @@ class SharingEngine {
   }
   // True if all bytes of a pinned row are those of its key.
   bool is_right(const Held& held) const {
-    const std::span<std::byte> bytes =
-        worker->shard(0, worker->neighbour_row(held.slot, held.row), kPageBytes);
-    for (std::size_t at = 0; at < kPageBytes; at += 4) {
-      if (std::memcmp(bytes.data() + at, &held.number, 4) != 0) return false;
-    }
-    return true;
+    return all_are(worker->shard(0, worker->neighbour_row(held.slot, held.row), kPageBytes), held.number);
   }
   void unpin(const Held& held) {
     const auto found = held_.find({held.slot, held.row});
@@ -129,6 +137,22 @@ class SharingEngine {
   std::map<std::uint32_t, std::unique_ptr<NeighbourRegion>> neighbours;  // by slot
 
  private:
+  static bool all_are(std::span<const std::byte> bytes, std::uint32_t number) {
+    for (std::size_t at = 0; at < kPageBytes; at += 4) {
+      if (std::memcmp(bytes.data() + at, &number, 4) != 0) return false;
+    }
+    return true;
+  }
+  void keep_rows(std::uint64_t area_bytes) {
+    const std::uint64_t bytes = RowTable::bytes(area_bytes, kPageBytes);
+    table_.emplace(scheduler->memory_after_areas(bytes, layout_.bytes), area_bytes, kPageBytes,
+                   identity_ + std::to_string(rows_->id()));
+    for (const RowTable::Row& row : table_->rows()) {
+      rows_->publish({row.row, row.key, row.depth, row.group});
+      taken_over[row.row] = row.depth;
+    }
+    if (!scheduler->keep()) throw std::runtime_error("the region is not kept");
+  }
   std::uint32_t free_slot() const {
     for (std::uint32_t slot = 0;; ++slot) {
       if (!neighbours.contains(slot) && scheduler->has_unmapped(slot)) return slot;
@@ -138,6 +162,7 @@ class SharingEngine {
   const std::string identity_;
   const SharedRowsLayout layout_;
   std::optional<SharedRows> rows_;
+  std::optional<RowTable> table_;
   bool is_held(std::uint32_t slot) const {
     return std::any_of(held_.begin(), held_.end(), [&](const auto& one) { return one.first.first == slot; });
   }

@@ -468,6 +468,14 @@ def test_the_key_of_a_kept_region_depends_on_model_and_engine() -> None:
     assert kept != found_by(second, keep_host_memory=True)
 
 
+def test_data_parallel_ranks_share_memory_and_keep_their_own() -> None:
+    both = OffloadConfig(cpu_bytes_to_use=1 << 20, keep_host_memory=True, share_host_memory=True)
+    first = offloading_config()
+    second = replace(first, parallel=replace(first.parallel, data_parallel_index=1))
+    assert identity.share_for(first, both) == identity.share_for(second, both) != ""
+    assert identity.keep_for(first, both) != identity.keep_for(second, both)
+
+
 def test_the_address_of_the_weights_is_in_the_namespace(vllm_config: Any) -> None:
     """For an s3:// model, vLLM replaces the model name by a directory of config files."""
     found = []

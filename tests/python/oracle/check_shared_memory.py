@@ -4,18 +4,27 @@
 The fake model compares every byte that a request is about to read, and raises WrongBytes.
 """
 
+import gc
+import os
 import random
+import signal
+import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import adapter
 import pytest
 
 adapter.use_specs()
+
+from kv_offload import _core  # noqa: E402
 
 from oracle.check_life_cycles import DESCRIBING, Published, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
@@ -62,18 +71,27 @@ def number_of(engine: Engine) -> str:
     return found
 
 
+def sharing(setup: Setup, **more: Any) -> Setup:
+    extra = {**setup.extra, "share_host_memory": True, "load_policy": "always", **more}
+    return replace(setup, extra=extra)
+
+
+def step_until(neighbours: int, *engines: Engine) -> None:
+    """Steps idle engines until each reads this number of others."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(stats(engine)["neighbours"] != neighbours for engine in engines):
+        assert time.monotonic() < deadline, [stats(engine) for engine in engines]
+        for engine in engines:
+            engine.step_idle()
+
+
 @contextmanager
 def two_engines(setup: Setup) -> Iterator[tuple[Engine, Engine]]:
     """Two engines of one model that have found each other."""
-    setup = replace(setup, extra={**setup.extra, "share_host_memory": True, "load_policy": "always"})
     model_dir = make_model_dir()
-    engines = [Engine(setup, f"oracle-{uuid.uuid4()}", model_dir) for _ in range(2)]
+    engines = [Engine(sharing(setup), f"oracle-{uuid.uuid4()}", model_dir) for _ in range(2)]
     try:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while any(stats(engine)["neighbours"] != 1 for engine in engines):
-            assert time.monotonic() < deadline, [stats(engine) for engine in engines]
-            for engine in engines:
-                engine.step_idle()
+        step_until(1, *engines)
         yield engines[0], engines[1]
     finally:
         for engine in engines:
@@ -151,3 +169,78 @@ def test_more_prompts_than_either_memory_holds_are_loaded_with_their_bytes(setup
         assert all(hit_tokens(engine, "neighbour") > 0 for engine in engines)
         for engine in engines:
             _check_at_rest(engine)
+
+
+# ---- memory that is also kept
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The shared memory directory of all engines: kept regions outlive them."""
+    original = _core.HostRegion
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as top:
+        elsewhere = SimpleNamespace(
+            attach_worker=partial(original.attach_worker, shm_directory=top),
+            attach_scheduler=partial(original.attach_scheduler, shm_directory=top),
+        )
+        monkeypatch.setattr(_core, "HostRegion", elsewhere)
+        yield Path(top)
+        gc.collect()
+
+
+@contextmanager
+def engine_to_kill(setup: Setup, model_dir: str, asked: list[list[int]]) -> Iterator[Callable[[], None]]:
+    """Runs an engine in another process; it has computed the prompts. Yields a function that kills it."""
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(PATIENCE_SECONDS)
+            ask_again(Engine(setup, f"oracle-{uuid.uuid4()}", model_dir), asked)
+            os.write(told, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(told)
+    alive = [pid]
+
+    def kill() -> None:
+        for each in alive:
+            os.kill(each, signal.SIGKILL)
+            os.waitpid(each, 0)
+        alive.clear()
+
+    try:
+        assert os.read(ready, 1) == b"x", "the engine did not start"
+        yield kill
+    finally:
+        kill()
+        os.close(ready)
+
+
+def test_the_chunks_of_a_killed_engine_are_hits_for_the_next_one_and_its_neighbour(shm: Path) -> None:
+    asked, model_dir = prompts(3), make_model_dir()
+    setup = sharing(FULL, keep_host_memory=True)
+    engines: list[Engine] = []
+    try:
+        with engine_to_kill(setup, model_dir, asked) as kill:
+            reader = Engine(setup, f"oracle-{uuid.uuid4()}", model_dir)
+            engines.append(reader)
+            step_until(1, reader)
+            assert ask_again(reader, asked) == [WHOLE] * 3
+            kill()
+        owner = Engine(setup, f"oracle-{uuid.uuid4()}", model_dir)
+        engines.append(owner)
+        assert stats(owner)["taken_over_chunks"] == stats(owner)["resident_chunks"] > 0
+        assert ask_again(owner, asked) == [WHOLE] * 3
+        step_until(0, reader)
+        step_until(1, reader, owner)
+        before = hit_tokens(reader, "neighbour")
+        assert ask_again(reader, asked) == [WHOLE] * 3
+        assert hit_tokens(reader, "neighbour") == before + 3 * WHOLE
+        assert len(list(shm.glob("kv_offload-kept-*"))) == 2
+        for engine in engines:
+            _check_at_rest(engine)
+    finally:
+        for engine in engines:
+            engine.shutdown()
