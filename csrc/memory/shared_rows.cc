@@ -212,7 +212,7 @@ inline void SharedRows::prefetch_withdrawal(std::uint32_t index) const {
   __builtin_prefetch(&bucket_of(link.bucket), 1);
 }
 
-// Whether an entry is the first or the last one of its chain is random. So there is no branch on it: the
+// Whether an entry is the first or the last one of its chain is random, so this avoids branches on it: the
 // first link of the table stands for none, and a bucket that does not change is written again.
 inline void SharedRows::unlink(std::uint32_t index) {
   const Link& link = links_[index + 1];
