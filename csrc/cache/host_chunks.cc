@@ -264,7 +264,7 @@ void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
   }
   ++resident_by_group_[entry.group];
   if (table_) update_table(entry);
-  if (lent_) lent_->publish({entry.row, entry.key, entry.depth, entry.group});
+  if (lent_) lent_->publish(entry.row, entry.key, entry.depth, entry.group);
 }
 
 void HostChunks::update_table(const ChunkEntry& entry) {

@@ -18,8 +18,9 @@ SharedRows make_table(HostRegion& region, const SharedRowsLayout& layout, std::s
   std::optional<SharedRows> rows;
   if (!region.if_no_reader_lives([&] { rows.emplace(memory, layout, identity); })) {
     throw_resource(
-        "another process still reads the memory of the previous server, whose rows had other sizes. Start "
-        "again in a few seconds. If that process is stopped, end it or remove {}/kv_offload-kept-*",
+        "another process still reads the memory of the previous server, whose rows had other sizes or "
+        "another format. Start again in a few seconds. If that process is stopped, end it or remove "
+        "{}/kv_offload-kept-*",
         region.options().shm_directory);
   }
   return *rows;
@@ -42,8 +43,7 @@ void LentRows::share() {
   }
 }
 
-bool LentRows::withdraw(RowId row) {
-  if (rows_.withdraw(row)) return true;
+bool LentRows::hold_back(RowId row) {
   const RowId index = row / row_pages_;
   if (withdrawn_.contains(index)) return false;
   withdrawn_.insert(index);

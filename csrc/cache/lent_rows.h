@@ -23,7 +23,8 @@ namespace kv_offload {
 class LentRows {
  public:
   // Makes the table of `region`; neighbours do not find it yet. Throws ResourceError (no memory; a live
-  // process still reads the table of an earlier owner with other row sizes). The region must outlive this.
+  // process still reads the table of an earlier owner with other row sizes or another format). The region
+  // must outlive this.
   LentRows(HostRegion& region, const SharedRowsLayout& layout, std::string_view identity);
   // Lets neighbours find the table. If they cannot, problem() says why.
   void share();
@@ -36,9 +37,11 @@ class LentRows {
   // publish() of this row follows soon.
   void prefetch(RowId row, const ChunkKey& key) const { rows_.prefetch(row, key); }
   // The row's bytes are complete.
-  void publish(const SharedRows::Row& row) { rows_.publish(row); }
+  void publish(RowId row, const ChunkKey& key, std::uint32_t depth, std::uint8_t group) {
+    rows_.publish(row, key, depth, group);
+  }
   // Call before a row is reused. False: a neighbour reads it; poll() reports the end of that read.
-  bool withdraw(RowId row);
+  bool withdraw(RowId row) { return rows_.withdraw(row) || hold_back(row); }
   bool is_read(RowId row) const { return rows_.is_pinned(row); }
   // True if no neighbour reads the row or has used it since the last take_use().
   bool is_idle(RowId row) const { return rows_.is_idle(row); }
@@ -56,6 +59,8 @@ class LentRows {
   const std::string& problem() const { return problem_; }
 
  private:
+  // Waits for the end of a read of this withdrawn row. Returns false.
+  bool hold_back(RowId row);
   void clear_dead_readers(double now);
   // On the rows with the indices [first, first + count). Skips the readers in `alive_`.
   void clear_dead_readers(std::uint32_t first, std::uint32_t count);

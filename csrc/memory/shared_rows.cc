@@ -14,9 +14,10 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kRowsMagic = 0x6B765F7368617234;  // "kv_shar4": the last character is the version
+constexpr std::uint64_t kRowsMagic = 0x6B765F7368617235;  // "kv_shar5": the last character is the version
 constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
-constexpr std::uint64_t kEntryBytes = 80;
+constexpr std::uint64_t kEntryBytes = 64;
+constexpr std::uint64_t kLinkBytes = 16;
 constexpr std::uint64_t kBucketBytes = 8;
 constexpr std::uint64_t kFilter = ~std::uint64_t{0} << SharedRowsFilter::kShift;  // of a bucket
 constexpr unsigned kMostSteps = 256;   // of a chain; with a bucket per row, chains of more than 8 are rare
@@ -50,6 +51,14 @@ bool is_dense(std::uint64_t filter) {
   return bits * 0x01010101u >> 24 > kDenseFilter;
 }
 
+// The first page of a row within the rows' smallest size (24 bits), its group (8) and its depth (32).
+std::uint64_t place_of(std::uint32_t page, std::uint8_t group, std::uint32_t depth) {
+  return std::uint64_t{depth} << 32 | std::uint64_t{group} << 24 | page;
+}
+std::uint32_t page_of(std::uint64_t place) { return static_cast<std::uint32_t>(place) & 0xFFFFFFu; }
+std::uint8_t group_of(std::uint64_t place) { return static_cast<std::uint8_t>(place >> 24); }
+std::uint32_t depth_of(std::uint64_t place) { return static_cast<std::uint32_t>(place >> 32); }
+
 void clear_bit(std::atomic<std::uint64_t>& pins, unsigned reader) {
   const std::uint64_t bit = std::uint64_t{1} << reader;
   if ((pins.load(std::memory_order_relaxed) & bit) != 0) pins.fetch_and(~bit, std::memory_order_seq_cst);
@@ -69,17 +78,19 @@ struct SharedRows::Header {
   alignas(64) std::atomic<std::uint64_t> last_version;
 };
 
-struct SharedRows::Entry {
-  // A reader needs only these two to follow a chain past the entry. They share a cache line.
-  Word version;
+struct SharedRows::Link {
   std::atomic<std::uint32_t> next;
-  // Previous entry of the chain plus one; 0: the bucket links to this entry. Read only by the owner, which
-  // removes an entry without walking the chain: its entries are seldom in the CPU's cache.
+  // The rest is read only by the owner. `previous`: of the chain, plus one; 0: the bucket links to this
+  // entry. So the owner removes an entry without walking the chain.
   std::uint32_t previous;
+  std::uint32_t bucket;
+  std::uint32_t filter_bits;  // of the key, in the high half of a bucket
+};
+
+struct SharedRows::Entry {
+  Word version;
+  Word place;  // see place_of()
   std::array<Word, kKeyWords> key;
-  Word place;  // row, depth
-  std::atomic<std::uint32_t> group;
-  std::uint32_t bucket;  // read only by the owner
 };
 
 SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t row_bytes) {
@@ -89,19 +100,24 @@ SharedRowsLayout SharedRowsLayout::of(std::uint64_t area_bytes, std::uint64_t ro
   layout.capacity = static_cast<std::uint32_t>(area_bytes / row_bytes);
   layout.buckets = std::bit_ceil(std::max<std::uint32_t>(layout.capacity, 1));
   layout.buckets_offset = kPageBytes + round_up(layout.capacity * std::uint64_t{8}, kPageBytes);
-  layout.entries_offset = layout.buckets_offset + round_up(layout.buckets * kBucketBytes, kPageBytes);
+  layout.links_offset = layout.buckets_offset + round_up(layout.buckets * kBucketBytes, kPageBytes);
+  layout.entries_offset = layout.links_offset + round_up((layout.capacity + 1) * kLinkBytes, kPageBytes);
   layout.bytes = layout.entries_offset + round_up(layout.capacity * kEntryBytes, kPageBytes);
   return layout;
 }
 
 SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity)
     : layout_(layout),
-      divide_(static_cast<std::uint32_t>(layout.row_bytes / kPageBytes)),
+      row_pages_(static_cast<std::uint32_t>(layout.row_bytes / kPageBytes)),
+      divide_(row_pages_),
       memory_(memory.data()),
       pins_(std::launder(reinterpret_cast<Word*>(memory_ + kPageBytes))),
       buckets_(std::launder(reinterpret_cast<Word*>(memory_ + layout.buckets_offset))),
+      links_(std::launder(reinterpret_cast<Link*>(memory_ + layout.links_offset))),
       entries_(std::launder(reinterpret_cast<Entry*>(memory_ + layout.entries_offset))) {
-  static_assert(sizeof(Header) <= kPageBytes && sizeof(Entry) == kEntryBytes);
+  static_assert(sizeof(Header) <= kPageBytes && sizeof(Link) == kLinkBytes && sizeof(Entry) == kEntryBytes);
+  if (layout.row_bytes / kPageBytes > kMostRowPages)
+    throw_resource("rows of {} bytes cannot be shared: the limit is 64 GiB", layout.row_bytes);
   if (memory.size() != layout.bytes) {
     throw_invalid("{} bytes were given for the shared rows; they need {}", memory.size(), layout.bytes);
   }
@@ -111,7 +127,7 @@ SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layo
   header->open.store(0, std::memory_order_seq_cst);
   if (header->magic.load() == kRowsMagic && !has_other_layout(memory, layout_)) {
     // An earlier owner's entries: first no reader accepts any of them, then they are removed.
-    std::memset(memory_ + layout_.buckets_offset, 0, layout_.entries_offset - layout_.buckets_offset);
+    std::memset(memory_ + layout_.buckets_offset, 0, layout_.links_offset - layout_.buckets_offset);
     for (std::uint32_t i = 0; i < layout_.capacity; ++i) (void)at(i).withdraw();
   } else {
     header->magic.store(0, std::memory_order_seq_cst);
@@ -131,8 +147,9 @@ std::uint64_t SharedRows::id() const { return std::launder(reinterpret_cast<cons
 
 bool SharedRows::has_other_layout(std::span<const std::byte> memory, const SharedRowsLayout& layout) {
   const auto* header = std::launder(reinterpret_cast<const Header*>(memory.data()));
-  if (header->magic.load() == 0) return false;  // no reader has accepted what is there
-  return header->magic.load() != kRowsMagic || header->row_bytes != layout.row_bytes ||
+  const std::uint64_t magic = header->magic.load();
+  if (magic == 0) return false;  // no reader has accepted what is there
+  return magic != kRowsMagic || header->row_bytes != layout.row_bytes ||
          header->row_sizes != layout.row_sizes;
 }
 
@@ -140,53 +157,42 @@ SharedRow<SharedRows::Word> SharedRows::at(std::uint32_t index) const {
   return {entries_[index].version, pins_[index]};
 }
 
-void SharedRows::publish(const Row& row) {
-  const std::uint32_t index = index_of(row.row);
+void SharedRows::publish(RowId row, const ChunkKey& key, std::uint32_t depth, std::uint8_t group) {
+  const std::uint32_t index = index_of(row);
   Entry& entry = entries_[index];
   // A reader that sees one of the new words also sees that the old version was cleared: each word is stored
   // with release and loaded with acquire (ThreadSanitizer does not support fences).
 #pragma GCC unroll 6
-  for (std::size_t i = 0; i < kKeyWords; ++i)
-    entry.key[i].store(word_of(row.key, i), std::memory_order_release);
-  entry.place.store(std::uint64_t{row.depth} << 32 | row.row, std::memory_order_release);
-  entry.group.store(row.group, std::memory_order_release);
-  const std::uint64_t hash = ChunkKey::Hash{}(row.key);
+  for (std::size_t i = 0; i < kKeyWords; ++i) entry.key[i].store(word_of(key, i), std::memory_order_release);
+  const std::uint32_t page = row - index * row_pages_;
+  entry.place.store(place_of(page, group, depth), std::memory_order_release);
+  const std::uint64_t hash = ChunkKey::Hash{}(key);
   Word& bucket = bucket_of(hash);
   const std::uint64_t before = bucket.load(std::memory_order_relaxed);
-  auto next = static_cast<std::uint32_t>(before);
-  if (Entry* following = linked(next)) {
-    following->previous = index + 1;
-  } else {
-    next = 0;
-  }
-  entry.next.store(next, std::memory_order_relaxed);
-  entry.previous = 0;
-  entry.bucket = static_cast<std::uint32_t>(hash) & (layout_.buckets - 1);
+  const std::uint32_t next = checked(static_cast<std::uint32_t>(before));
+  links_[next].previous = index + 1;
+  const std::uint64_t bits = SharedRowsFilter::bits_of(hash);
+  Link& link = links_[index + 1];
+  link.next.store(next, std::memory_order_relaxed);
+  link.previous = 0;
+  link.bucket = static_cast<std::uint32_t>(hash) & (layout_.buckets - 1);
+  link.filter_bits = static_cast<std::uint32_t>(bits >> SharedRowsFilter::kShift);
   auto* header = std::launder(reinterpret_cast<Header*>(memory_));
   header->last_version.store(++last_version_, std::memory_order_relaxed);
   at(index).publish(last_version_);
   std::uint64_t filter = before & kFilter;
-  if (next != 0 && is_dense(filter)) filter = filter_of(next).value_or(filter);
-  bucket.store(filter | SharedRowsFilter::bits_of(hash) | (index + 1), std::memory_order_release);
+  if (is_dense(filter)) filter = filter_of(next).value_or(filter);
+  bucket.store(filter | bits | (index + 1), std::memory_order_release);
 }
 
-// Another process of this user may have damaged the table.
-SharedRows::Entry* SharedRows::linked(std::uint32_t link) const {
-  if (link == 0 || link > layout_.capacity) return nullptr;
-  return entries_ + (link - 1);
-}
+std::uint32_t SharedRows::checked(std::uint32_t link) const { return link <= layout_.capacity ? link : 0; }
 
 std::optional<std::uint64_t> SharedRows::filter_of(std::uint32_t link) const {
   std::uint64_t filter = 0;
   for (unsigned step = 0; step < kMostSteps; ++step) {
-    const Entry* entry = linked(link);
-    if (entry == nullptr) return filter;
-    std::array<std::uint64_t, kKeyWords> words;
-    for (std::size_t i = 0; i < kKeyWords; ++i) words[i] = entry->key[i].load(std::memory_order_relaxed);
-    const auto key = std::bit_cast<ChunkKey>(words);
-    if (!ChunkKey::fits(key.size())) return std::nullopt;  // damaged: its hash would read outside of the key
-    filter |= SharedRowsFilter::bits_of(ChunkKey::Hash{}(key));
-    link = entry->next.load(std::memory_order_relaxed);
+    if (link == 0) return filter;
+    filter |= std::uint64_t{links_[link].filter_bits} << SharedRowsFilter::kShift;
+    link = checked(links_[link].next.load(std::memory_order_relaxed));
   }
   return std::nullopt;
 }
@@ -197,42 +203,39 @@ bool SharedRows::withdraw(RowId row) {
   if (shared.version.load(std::memory_order_relaxed) == 0) return !shared.is_pinned();
   const bool is_free = shared.withdraw();
   unlink(index);
-  // A prompt is evicted from its end, so the row before this one is probably next.
-  if (index > 0) prefetch_links(index - 1);
+  // The rows of a prompt are mostly adjacent, in one direction or the other.
+  const std::uint32_t next = index + (index - last_withdrawn_);
+  last_withdrawn_ = index;
+  if (next < layout_.capacity) prefetch_withdrawal(next);
   return is_free;
 }
 
-inline void SharedRows::prefetch_links(std::uint32_t index) const {
-  const Entry& entry = entries_[index];
-  if (const Entry* next = linked(entry.next.load(std::memory_order_relaxed))) __builtin_prefetch(next, 1);
-  if (const Entry* previous = linked(entry.previous)) {
-    __builtin_prefetch(previous, 1);
-  } else {
-    __builtin_prefetch(&bucket_of(entry.bucket), 1);
-  }
+inline void SharedRows::prefetch_withdrawal(std::uint32_t index) const {
+  const Link& link = links_[index + 1];
+  __builtin_prefetch(&entries_[index], 1);
+  __builtin_prefetch(&links_[checked(link.next.load(std::memory_order_relaxed))], 1);
+  __builtin_prefetch(&links_[checked(link.previous)], 1);
+  __builtin_prefetch(&bucket_of(link.bucket), 1);
 }
 
+// Whether an entry is the first or the last one of its chain is random, so this avoids branches on it: the
+// first link of the table stands for none, and a bucket that does not change is written again.
 inline void SharedRows::unlink(std::uint32_t index) {
-  const Entry& entry = entries_[index];
-  auto next = entry.next.load(std::memory_order_relaxed);
-  if (Entry* following = linked(next)) {
-    following->previous = entry.previous;
-  } else {
-    next = 0;
-  }
-  if (Entry* previous = linked(entry.previous)) {
-    previous->next.store(next, std::memory_order_release);
-    return;
-  }
-  Word& bucket = bucket_of(entry.bucket);
-  const std::uint64_t filter = bucket.load(std::memory_order_relaxed) & kFilter;
-  bucket.store(next == 0 ? 0 : filter | next, std::memory_order_release);
+  const Link& link = links_[index + 1];
+  const std::uint32_t next = checked(link.next.load(std::memory_order_relaxed));
+  const std::uint32_t previous = checked(link.previous);
+  links_[next].previous = previous;
+  links_[previous].next.store(next, std::memory_order_release);
+  Word& bucket = bucket_of(link.bucket);
+  const std::uint64_t before = bucket.load(std::memory_order_relaxed);
+  const std::uint64_t rest = next == 0 ? 0 : (before & kFilter) | next;
+  bucket.store(previous == 0 ? rest : before, std::memory_order_release);
 }
 
 void SharedRows::prefetch(RowId row, const ChunkKey& key) const {
-  const auto* entry = reinterpret_cast<const std::byte*>(entries_ + index_of(row));
-  __builtin_prefetch(entry, 1);
-  __builtin_prefetch(entry + kEntryBytes - 1, 1);
+  const std::uint32_t index = index_of(row);
+  __builtin_prefetch(entries_ + index, 1);
+  __builtin_prefetch(links_ + index + 1, 1);
   __builtin_prefetch(&bucket_of(ChunkKey::Hash{}(key)), 1);
 }
 
@@ -242,8 +245,8 @@ void SharedRows::for_each_pinned(const std::function<void(RowId, std::uint32_t)>
   const auto* entries = std::launder(reinterpret_cast<const Entry*>(memory_ + layout_.entries_offset));
   for (std::uint32_t i = 0; i < layout_.capacity; ++i) {
     if (!at(i).is_pinned()) continue;
-    const auto row = static_cast<RowId>(entries[i].place.load(std::memory_order_relaxed));
-    if (index_of(row) == i) visit(row, entries[i].group.load(std::memory_order_relaxed));
+    const std::uint64_t place = entries[i].place.load(std::memory_order_relaxed);
+    if (page_of(place) < row_pages_) visit(i * row_pages_ + page_of(place), group_of(place));
   }
 }
 
@@ -294,6 +297,11 @@ const SharedRows::Entry& SharedRowsView::entry(std::uint32_t index) const {
   return std::launder(reinterpret_cast<const SharedRows::Entry*>(table_ + layout_.entries_offset))[index];
 }
 
+std::uint32_t SharedRowsView::next_of(std::uint32_t link) const {
+  const auto* links = std::launder(reinterpret_cast<const SharedRows::Link*>(table_ + layout_.links_offset));
+  return links[link].next.load(std::memory_order_acquire);
+}
+
 bool SharedRowsView::is_open() const {
   const auto* header = std::launder(reinterpret_cast<const SharedRows::Header*>(table_));
   return opening_ != 0 && header->open.load(std::memory_order_seq_cst) == opening_;
@@ -316,8 +324,8 @@ std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) c
   for (unsigned step = 0; link != 0 && step < kMostSteps; ++step) {
     const std::uint32_t index = link - 1;
     if (index >= layout_.capacity) return std::nullopt;  // damaged
+    link = next_of(link);  // before it is needed: the CPU loads it and the entry at the same time
     const SharedRows::Entry& found = entry(index);
-    link = found.next.load(std::memory_order_acquire);
     const std::uint64_t version = found.version.load(std::memory_order_acquire);
     if (version == 0) continue;  // withdrawn
     bool is_equal = true;
@@ -325,13 +333,11 @@ std::optional<SharedRowsView::Found> SharedRowsView::find(const ChunkKey& key) c
       is_equal = found.key[i].load(std::memory_order_acquire) == words[i];
     if (!is_equal) continue;
     const std::uint64_t place = found.place.load(std::memory_order_acquire);
-    const std::uint32_t group = found.group.load(std::memory_order_acquire);
     // The owner has changed the entry meanwhile, so its parts may not belong together.
     if (found.version.load(std::memory_order_relaxed) != version) continue;
-    // Each entry has its own row: another number is damage, and may be outside of the rows.
-    const auto row = static_cast<RowId>(place);
-    if (row / row_pages_ != index || group > 0xFF) return std::nullopt;
-    return Found{row, static_cast<std::uint32_t>(place >> 32), static_cast<std::uint8_t>(group), version};
+    // Each entry has its own row: another page is damage, and may be outside of the rows.
+    if (page_of(place) >= row_pages_) return std::nullopt;
+    return Found{index * row_pages_ + page_of(place), depth_of(place), group_of(place), version};
   }
   return std::nullopt;
 }

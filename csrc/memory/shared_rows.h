@@ -6,7 +6,11 @@
 //   header    4 KiB                                 magic, identity, row size, opening
 //   pins      8 bytes per row of the smallest size  written by readers too: see SharedRow
 //   buckets   8 bytes each, a power of two          first entry of a chain, plus one; filter of its keys
-//   entries   80 bytes per row of the smallest size version, next entry plus one, key, row, depth, group
+//   links     16 bytes per row of the smallest size next entry plus one, and what only the owner reads
+//   entries   64 bytes per row of the smallest size version, row, depth, group, key
+//
+// A change of a chain touches three rows and an entry is a cache line, so the links are apart from the
+// entries.
 //
 // The filter answers most lookups of absent keys with one read. It has up to three bits for each key of the
 // chain (a Bloom filter); the bits of withdrawn keys stay until the chain is empty. SharedRowsFilter reads
@@ -49,7 +53,7 @@ struct SharedRowsLayout {
   std::uint64_t row_bytes = 0;  // of the smallest row, padded to 4 KiB
   std::uint32_t capacity = 0;   // entries
   std::uint32_t buckets = 0;
-  std::uint64_t buckets_offset = 0, entries_offset = 0;  // the pins begin after the header
+  std::uint64_t buckets_offset = 0, links_offset = 0, entries_offset = 0;  // the pins begin after the header
   std::uint64_t bytes = 0;
   std::uint64_t row_sizes = 0;  // identifies the sizes of all rows by group, if the owner may have successors
 
@@ -61,21 +65,17 @@ class SharedRows {
   // `memory`: layout.bytes bytes of zeros or an earlier table, 4 KiB aligned; must outlive this object.
   // `identity`: everything that the rows' bytes and places depend on. The table is empty and open. Pins of
   // readers of an earlier table stay if it had the same layout. REQUIRES: no process has or takes a
-  // reader number meanwhile, unless has_other_layout() is false.
+  // reader number meanwhile, unless has_other_layout() is false. Throws ResourceError if the rows are larger
+  // than kMostRowPages.
   SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity);
+  static constexpr std::uint64_t kMostRowPages = 1u << 24;  // 64 GiB
   // True if the memory is a table of another format, whose pins are at other places, or in which a row of a
   // group has another size.
   static bool has_other_layout(std::span<const std::byte> memory, const SharedRowsLayout& layout);
 
-  struct Row {
-    RowId row = kNoRow;
-    ChunkKey key;
-    std::uint32_t depth = 0;
-    std::uint8_t group = 0;  // position
-  };
-  // REQUIRES: the row is not published; its bytes are complete, and no thread writes to it until withdraw()
-  // has returned true or is_pinned() false.
-  void publish(const Row& row);
+  // `group`: position. REQUIRES: the row is not published; its bytes are complete, and no thread writes to it
+  // until withdraw() has returned true or is_pinned() false.
+  void publish(RowId row, const ChunkKey& key, std::uint32_t depth, std::uint8_t group);
   // Call before a row is reused, published or not. False: a reader still reads it.
   bool withdraw(RowId row);
   // Loads what publish() of this row and key writes into the CPU's cache.
@@ -107,25 +107,30 @@ class SharedRows {
  private:
   friend class SharedRowsView;
   struct Header;
+  struct Link;
   struct Entry;
   using Word = std::atomic<std::uint64_t>;
   SharedRow<Word> at(std::uint32_t index) const;
   std::uint32_t index_of(RowId row) const { return divide_(row); }
   Word& bucket_of(std::uint64_t hash) const { return buckets_[hash & (layout_.buckets - 1)]; }
-  Entry* linked(std::uint32_t link) const;  // null: none, or no link of this table
-  // Returns the filter of a chain; nothing if the chain does not end or has a damaged key.
+  // Returns 0 if this is no link of this table: another process of this user may have damaged it.
+  std::uint32_t checked(std::uint32_t link) const;
+  // Returns the filter of a chain; nothing if the chain does not end.
   std::optional<std::uint64_t> filter_of(std::uint32_t link) const;
   void unlink(std::uint32_t index);
-  // Loads what unlink() writes into the CPU's cache.
-  void prefetch_links(std::uint32_t index) const;
+  // Loads what withdraw() writes into the CPU's cache.
+  void prefetch_withdrawal(std::uint32_t index) const;
 
   SharedRowsLayout layout_;
-  RowDivisor divide_;  // by the pages of a row
+  std::uint32_t row_pages_;
+  RowDivisor divide_;  // by row_pages_
   std::byte* memory_;
   Word* pins_;
   Word* buckets_;
+  Link* links_;
   Entry* entries_;
   std::uint64_t last_version_ = 0;
+  std::uint32_t last_withdrawn_ = 0;  // index
 };
 
 // The filters of a table, as a reader sees them. The bits of a published key are always set. Those of a few
@@ -193,6 +198,7 @@ class SharedRowsView {
   Word& pins_of(std::uint32_t index) const;
   const Word& bucket_of(std::uint64_t hash) const;
   const SharedRows::Entry& entry(std::uint32_t index) const;
+  std::uint32_t next_of(std::uint32_t link) const;
 
   SharedRowsLayout layout_;
   std::uint32_t row_pages_;

@@ -178,7 +178,7 @@ struct LendingEngine : OtherEngine {
     rows.emplace(region->memory_of_shared_rows(layout.bytes), layout, identity);
     region->share();
   }
-  void lend(const std::string& name) { rows->publish({next++, key_of(name), 0, 0}); }
+  void lend(const std::string& name) { rows->publish(next++, key_of(name), 0, 0); }
 
   std::optional<SharedRows> rows;
   RowId next = 0;

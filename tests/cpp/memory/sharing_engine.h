@@ -56,7 +56,7 @@ class SharingEngine {
     if (!rows_->withdraw(row)) return false;
     write(row, number);
     if (table_) table_->put({row, key(number), 0, number, 0, 0, 0});
-    rows_->publish({row, key(number), number, 0});
+    rows_->publish(row, key(number), number, 0);
     return true;
   }
   // True if the own bytes of this row are those of the key.
@@ -148,7 +148,7 @@ class SharingEngine {
     table_.emplace(scheduler->memory_after_areas(bytes, layout_.bytes), area_bytes, kPageBytes,
                    identity_ + std::to_string(rows_->id()));
     for (const RowTable::Row& row : table_->rows()) {
-      rows_->publish({row.row, row.key, row.depth, row.group});
+      rows_->publish(row.row, row.key, row.depth, row.group);
       taken_over[row.row] = row.depth;
     }
     if (!scheduler->keep()) throw std::runtime_error("the region is not kept");

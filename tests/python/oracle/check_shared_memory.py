@@ -25,7 +25,6 @@ import pytest
 adapter.use_specs()
 
 from kv_offload import _core  # noqa: E402
-
 from oracle.check_life_cycles import DESCRIBING, Published, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
     FULL,
