@@ -212,24 +212,29 @@ def describe_chunks(*, whole: bool) -> None:
         )
         return
 
-    def described(original: Any, self: Any, req: Any, group_config: Any, chunk_idx: int) -> Any:
-        payload = original(self, req, group_config, chunk_idx)
+    def complete(payload: Any, req: Any, start: int) -> None:
         tokens = len(payload.token_ids)
         if whole:
             payload.block_hashes = payload.block_hashes[-1:]
             payload.block_size = tokens
         size = payload.block_size
-        starts = range(chunk_idx * tokens, (chunk_idx + 1) * tokens, size)
         extra_keys = tuple(
-            kv_cache_utils.generate_block_hash_extra_keys(req, start, start + size, 0)[0] for start in starts
+            kv_cache_utils.generate_block_hash_extra_keys(req, begin, begin + size, 0)[0]
+            for begin in range(start, start + tokens, size)
         )
         payload.extra_keys = extra_keys if any(extra_keys) else None
+
+    def described(original: Any, self: Any, req: Any, group_config: Any, chunk_idx: int) -> Any:
+        payload = original(self, req, group_config, chunk_idx)
+        complete(payload, req, chunk_idx * len(payload.token_ids))
         _state_of(self).recorded(compat.make_key(payload.block_hashes[-1], payload.group_idx))
         return payload
 
     def tail(original: Any, self: Any, req: Any, group_config: Any, end: int, key: bytes) -> None:
         original(self, req, group_config, end, key)
-        _state_of(self).recorded(key)
+        if (payload := self._pending_event_metadata.get(key)) is not None:
+            complete(payload, req, end - len(payload.token_ids))
+            _state_of(self).recorded(key)
 
     def store(original: Any, self: Any, req: Any, group_config: Any, chunk_idx: int, key: bytes) -> None:
         original(self, req, group_config, chunk_idx, key)

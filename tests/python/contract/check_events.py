@@ -175,6 +175,42 @@ def test_the_removal_from_a_server_that_evicts_silently_names_every_block() -> N
     assert tracked.tracker._pending_event_metadata == {}
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_part_of_a_chunk_is_described_as_a_chunk_is(whole: bool) -> None:
+    tracker = Tracked().tracker
+    describe_chunks(whole=whole)
+    hasher = get_hash_fn_by_name("sha256")
+    init_none_hash(hasher)
+    prompt = Request(
+        request_id="prompt",
+        prompt_token_ids=list(range(32)),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt="tenant",
+        block_hasher=get_request_block_hasher(4, hasher),
+    )
+    group = SimpleNamespace(
+        group_idx=3,
+        sliding_window_size_in_chunks=None,
+        hashes_per_chunk=4,
+        tokens_per_chunk=16,
+        tokens_per_block=16,
+        kv_event_group_spec=tracker_module.OffloadingEventGroupSpec("full_attention", None),
+    )
+    key = base.make_offload_key(prompt.block_hashes[1], 3)
+    tracker.record_partial_store(prompt, group, 8, key)
+    (event,) = tracker.take_events([compat.make_event([key], removed=False)])
+    assert event.token_ids == list(range(8))
+    assert event.block_size == (8 if whole else 4)
+    assert len(event.block_hashes) == (1 if whole else 2)
+    assert event.extra_keys == [("tenant",)] + ([] if whole else [None])
+    later = base.make_offload_key(prompt.block_hashes[5], 3)
+    tracker.record_partial_store(prompt, group, 24, later)
+    (event,) = tracker.take_events([compat.make_event([later], removed=False)])
+    assert event.token_ids == list(range(16, 24))
+    assert event.extra_keys is None
+
+
 # ---- vLLM's tracker on the events of our manager
 
 
