@@ -133,6 +133,7 @@ TierOp TierIo::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   } else {
     chunks_.begin_write(slot, tier);
     ++slots_[tier].writes;
+    ++slots_[tier].writes_of[entry.tenant];
   }
   return order;
 }
@@ -150,6 +151,7 @@ void TierIo::withdraw(OpId first, std::size_t tier) {
     } else {
       queued_writes_.erase(id);
       --slots_[op.tier].writes;
+      --slots_[op.tier].writes_of[op.tenant];
       chunks_.end_write(op.slot, op.tier, false);
     }
     at = ops_.erase(at);
@@ -340,6 +342,7 @@ void TierIo::drop_writes(std::size_t tier, std::span<const Slot> slots) {
 void TierIo::finish_write(Op& op, const Completion& completion) {
   TierSlot& slot = slots_[op.tier];
   --slot.writes;
+  --slot.writes_of[op.tenant];
   queued_writes_.erase(completion.id);
   const StatusKind kind = completion.status.kind();
   if (op.stale) {

@@ -18,6 +18,7 @@
 // Threads: one (the scheduler's). No call except close() waits for storage.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -143,6 +144,10 @@ class TierIo {
   // Marks those of these resident chunks that the tier already has; writes nothing.
   void mark_recorded(std::size_t tier, std::span<const Slot> slots);
   std::uint32_t writes_in_flight(std::size_t tier) const { return slots_[tier].writes; }
+  // Of chunks that were charged to this tenant when their writes began.
+  std::uint32_t writes_in_flight(std::size_t tier, TenantId tenant) const {
+    return slots_[tier].writes_of[tenant];
+  }
   // Cancels some of the oldest queued writes. True if chunks lost their last pins. With tenants: only writes
   // of chunks that `by` may take, see HostChunks::may_take().
   bool shed_writes(const Requester& by = {});
@@ -175,7 +180,8 @@ class TierIo {
     bool readable = true;
     bool writable = true;
     bool is_shared = true;
-    std::uint32_t writes = 0;  // in flight
+    std::uint32_t writes = 0;                                          // in flight
+    std::array<std::uint32_t, TenantShares::kMaxTenants> writes_of{};  // of these, by tenant
     bool needs_reset = false;  // its reset threw: it may still have records from before
     Nanos next_reset{0};
     std::string_view failed_reset;  // kind of a failure that is not counted yet

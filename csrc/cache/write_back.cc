@@ -90,13 +90,19 @@ std::size_t WriteBack::max_written_ahead() const {
   return std::clamp(chunks_.capacity() / kColdShare, kMinAhead, kMaxAhead);
 }
 
-bool WriteBack::may_write_before_eviction(std::size_t tier) const {
-  return ops_.is_writable(tier) && ops_.writes_in_flight(tier) < kMinAhead;
+// Each tenant has its part, also while writes of others are queued: the tier starts writes of several tenants
+// in turn.
+bool WriteBack::may_write_before_eviction(std::size_t tier, TenantId tenant) const {
+  if (!ops_.is_writable(tier)) return false;
+  if (ops_.writes_in_flight(tier) < kMinAhead) return true;
+  const TenantShares* shares = chunks_.tenants();
+  if (shares == nullptr) return false;
+  return ops_.writes_in_flight(tier, tenant) < std::max(1.0, shares->weight(tenant) * kMinAhead);
 }
 
 bool WriteBack::is_lost_by_eviction(Slot slot) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-    if (needs_write(tier, slot) && !may_write_before_eviction(tier)) return true;
+    if (needs_write(tier, slot) && !may_write_before_eviction(tier, chunks_.at(slot).tenant)) return true;
   }
   return false;
 }
@@ -106,7 +112,7 @@ bool WriteBack::write_before_eviction(Slot slot) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     // The end of a prompt is evicted first. If something must be lost, that is better than losing what
     // precedes it.
-    if (!needs_write(tier, slot) || !may_write_before_eviction(tier)) continue;
+    if (!needs_write(tier, slot) || !may_write_before_eviction(tier, chunks_.at(slot).tenant)) continue;
     ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
     started = true;
   }

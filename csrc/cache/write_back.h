@@ -60,7 +60,8 @@ class WriteBack {
   void count_use(Slot slot);                        // for reuse
   // True if the tier is on_evict, does not have this chunk and has not failed to take it.
   bool needs_write(std::size_t tier, Slot slot);
-  bool may_write_before_eviction(std::size_t tier) const;
+  // True if a write of this tenant's chunk may begin when the chunk is to be evicted.
+  bool may_write_before_eviction(std::size_t tier, TenantId tenant) const;
   std::size_t max_written_ahead() const;  // chunks written ahead of their eviction
   bool is_cold_end_due(std::size_t most) const;
   bool is(std::size_t tier, WritePolicy policy) const { return policies_[tier].write_policy == policy; }

@@ -4,6 +4,9 @@
 
 #include "cache/cache_fixture.h"
 #include "cache/request_table.h"
+#include "tier/io_pool.h"
+#include "tier/memory_store.h"
+#include "tier/thread_pool_tier.h"
 
 namespace kv_offload {
 namespace {
@@ -868,6 +871,74 @@ TEST_F(FetchFakeTest, a_lookup_of_a_resident_chunk_belongs_to_the_tenant_of_the_
   step();
   using Asked = std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>>;
   EXPECT_EQ(fake().asked, (Asked{{{key_of("a")}, {KeyOrder::kNone, 1, 0.75}}}));
+}
+
+// A cache whose store takes 30 ms for each call, which is about one chunk, as a bucket may. The test runs the
+// calls one by one.
+class SlowStoreTest : public CacheTest {
+ protected:
+  static constexpr Nanos kCall = std::chrono::milliseconds(30);
+
+  SlowStoreTest() {
+    WorldOptions options;
+    options.ranks = 1;
+    options.rows = 64;
+    options.cache.load_policy = LoadPolicy::kAlways;
+    options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+    options.make_tier = [this](const Clock& clock) {
+      ThreadPoolTierOptions made;
+      made.name = "slow";
+      made.op_timeout = std::chrono::seconds(60);
+      made.clock = &clock;
+      made.manual_pool = &pool_;
+      return make_thread_pool_tier(std::make_unique<testing::MemoryStore>(server_, NamespaceId{}, 1), made);
+    };
+    make(std::move(options));
+  }
+  void run_one(Lane lane) {
+    if (const auto next = pool_->begin_next(lane)) next();
+    pass_time(kCall);
+  }
+
+  std::shared_ptr<testing::MemoryServer> server_ = std::make_shared<testing::MemoryServer>();
+  IoPool* pool_ = nullptr;
+};
+
+TEST_F(SlowStoreTest, lookups_of_one_tenant_do_not_make_those_of_another_time_out) {
+  RequestOptions quiet, flooding;
+  quiet.tenant = 1;
+  flooding.tenant = 2;
+  const Names prompt{"q0", "q1", "q2", "q3"};
+  const RequestHandle storing = begin(quiet);
+  EXPECT_EQ(store(storing, prompt), prompt);
+  end(storing);
+  for (std::size_t i = 0; i < prompt.size(); ++i) run_one(Lane::kWrite);
+  step();
+  world().restart();  // an engine that knows none of the records
+  std::vector<RequestHandle> flood;
+  for (int i = 0; i < 10; ++i) {
+    flood.push_back(begin(flooding));
+    Names other;
+    for (int j = 0; j < 30; ++j) other.push_back(fmt::format("f{}.{}", i, j));
+    EXPECT_EQ(scan(flood.back(), other), std::string(30, 'R'));
+  }
+  step();
+  for (std::size_t i = 0; i < flood.size(); ++i) run_one(Lane::kRead);  // the calls of the prompts are queued
+  const Nanos lookup_timeout = world().options().cache.lookup_timeout;
+  ASSERT_GT(pool_->depth(Lane::kRead).queued * kCall, lookup_timeout);
+  const Nanos began = world().clock.now();
+  const RequestHandle request = begin(quiet);
+  std::string seen = scan(request, prompt);
+  while (seen.find_first_of("PR") != std::string::npos) {
+    step();
+    run_one(Lane::kRead);
+    seen = scan(request, prompt);
+  }
+  ASSERT_EQ(seen, "HHHH");
+  EXPECT_LT(world().clock.now() - began, lookup_timeout / 2);
+  load(request, prompt);
+  end(request);
+  EXPECT_EQ(world().miss_tokens("deadline"), 0);
 }
 
 // vLLM first looks for the longest part in each group. Here group 1 has both chunks in host memory.

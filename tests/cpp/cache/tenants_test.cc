@@ -11,9 +11,6 @@
 #include "cache/cache_fixture.h"
 #include "cache/parts.h"
 #include "step_watch.h"
-#include "tier/io_pool.h"
-#include "tier/memory_store.h"
-#include "tier/thread_pool_tier.h"
 
 namespace kv_offload {
 namespace {
@@ -400,69 +397,6 @@ TEST(TenantWrites, an_op_carries_its_tenant_and_its_part_of_the_bandwidth) {
   EXPECT_DOUBLE_EQ(queued[0].weight, TenantShares::kMinWeight);
   EXPECT_DOUBLE_EQ(queued[1].weight, 0.25);
   EXPECT_DOUBLE_EQ(queued[2].weight, 0.5);
-}
-
-// A cache whose store takes 30 ms for each call, which is about one chunk, as a bucket may. The test runs the
-// calls one by one.
-class SlowStoreTest : public CacheTest {
- protected:
-  static constexpr Nanos kCall = std::chrono::milliseconds(30);
-
-  SlowStoreTest() {
-    WorldOptions options;
-    options.ranks = 1;
-    options.rows = 64;
-    options.cache.load_policy = LoadPolicy::kAlways;
-    options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
-    options.make_tier = [this](const Clock& clock) {
-      ThreadPoolTierOptions made;
-      made.name = "slow";
-      made.op_timeout = std::chrono::seconds(60);
-      made.clock = &clock;
-      made.manual_pool = &pool_;
-      return make_thread_pool_tier(std::make_unique<testing::MemoryStore>(server_, NamespaceId{}, 1), made);
-    };
-    make(std::move(options));
-  }
-  void run_one(Lane lane) {
-    if (const auto next = pool_->begin_next(lane)) next();
-    pass_time(kCall);
-  }
-
-  std::shared_ptr<testing::MemoryServer> server_ = std::make_shared<testing::MemoryServer>();
-  IoPool* pool_ = nullptr;
-};
-
-TEST_F(SlowStoreTest, lookups_of_one_tenant_do_not_make_those_of_another_time_out) {
-  const Names prompt = numbered("q", 0, 4);
-  const RequestHandle storing = begin(of(kQuiet));
-  EXPECT_EQ(store(storing, prompt), prompt);
-  end(storing);
-  for (std::size_t i = 0; i < prompt.size(); ++i) run_one(Lane::kWrite);
-  step();
-  world().restart();  // an engine that knows none of the records
-  std::vector<RequestHandle> flood;
-  for (int i = 0; i < 10; ++i) {
-    flood.push_back(begin(of(kFlood)));
-    EXPECT_EQ(scan(flood.back(), numbered("f", 100 * i, 30)), std::string(30, 'R'));
-  }
-  step();
-  for (std::size_t i = 0; i < flood.size(); ++i) run_one(Lane::kRead);  // the calls of the prompts are queued
-  const Nanos lookup_timeout = world().options().cache.lookup_timeout;
-  ASSERT_GT(pool_->depth(Lane::kRead).queued * kCall, lookup_timeout);
-  const Nanos began = world().clock.now();
-  const RequestHandle request = begin(of(kQuiet));
-  std::string seen = scan(request, prompt);
-  while (seen.find_first_of("PR") != std::string::npos) {
-    step();
-    run_one(Lane::kRead);
-    seen = scan(request, prompt);
-  }
-  EXPECT_EQ(seen, "HHHH");
-  EXPECT_LT(world().clock.now() - began, lookup_timeout / 2);
-  load(request, prompt);
-  end(request);
-  EXPECT_EQ(world().miss_tokens("deadline"), 0);
 }
 
 // Memory that outlives the engine: the next one numbers its tenants differently.

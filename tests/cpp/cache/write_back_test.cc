@@ -130,6 +130,37 @@ TEST_F(WriteBackTest, a_chunk_lost_to_an_unwritable_tier_is_counted) {
   EXPECT_EQ(parts().metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}), kPageBytes);
 }
 
+TEST_F(WriteBackTest, a_queue_of_one_tenant_does_not_keep_others_from_writing_before_an_eviction) {
+  PartsOptions options;
+  options.rows = 512;
+  options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
+  parts_ = std::make_unique<SupplyParts>(std::move(options));
+  int last = 0;
+  // Returns how many of 70 chunks of the tenant are written before they are evicted.
+  const auto written = [&](TenantId tenant) {
+    int count = 0;
+    for (int i = 0; i < 70; ++i) {
+      EntryInfo entry_info;
+      entry_info.tenant = tenant;
+      const Slot slot = parts().chunks.insert_filling(key_of(fmt::format("{}", ++last)), 0, parts().take(0),
+                                                      entry_info, kNoTicket);
+      parts().chunks.finish_store(slot);
+      const bool is_lost = parts().write_back.is_lost_by_eviction(slot);
+      const bool is_written = parts().write_back.write_before_eviction(slot);
+      EXPECT_NE(is_lost, is_written);
+      count += is_written;
+    }
+    return count;
+  };
+  EXPECT_EQ(written(2), 64);
+  EXPECT_EQ(written(1), 32) << "its half";
+  EXPECT_EQ(written(0), 1) << "it has no share";
+  parts().finish();
+  EXPECT_EQ(written(2), 64);
+  EXPECT_EQ(written(1), 32) << "its earlier writes have ended";
+}
+
 TEST_F(WriteBackTest, next_victims_are_written_only_when_rows_are_short) {
   make(WritePolicy::kOnEvict);
   const Slot a = stored("a");
