@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <utility>
 
 #include "base/make_room.h"
 #include "hosts/op_table.h"
+#include "policy/fair_turns.h"
 #include "tier/presence.h"
 
 namespace kv_offload {
@@ -48,6 +50,7 @@ class RemoteTier final : public Tier {
     PresenceCache::EpochNumber epoch = 0;
     bool is_sent = false;
   };
+  using Waiting = std::map<std::uint64_t, HostOp>;  // see FairTurns; the number increases
 
   bool is_usable() const { return connection_ != 0 && !needs_reset_ && !closed_; }
   // The status of an op that cannot be sent. Short, like those for end_waiting(): a copy needs no memory, so
@@ -95,7 +98,9 @@ class RemoteTier final : public Tier {
   OpTable<InFlight> ops_;
   std::uint32_t reads_ = 0;      // of ops_
   std::size_t sent_writes_ = 0;  // of ops_
-  std::vector<HostOp> waiting_;  // writes that were not sent, oldest first; those not in ops_ were cancelled
+  Waiting waiting_;              // writes that were not sent; those not in ops_ were cancelled
+  FairTurns turns_;              // of them; each write counts 1
+  std::uint64_t last_waiting_ = 0;
   std::vector<TierChannel::Event> events_;  // those before next_event_ have been processed
   std::size_t next_event_ = 0;
   std::vector<Completion> completions_;  // not polled yet
@@ -134,7 +139,7 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
   make_room(completions_, ops_.size() + ops.size());  // end() allocates nothing
   TierOps to_send{index_, {}};
   to_send.ops.reserve(ops.size());
-  const std::size_t waiting = waiting_.size();
+  Waiting waiting;
   std::size_t writes = sent_writes_;
   std::size_t added = 0;
   const PresenceCache::EpochNumber epoch = presence_.epoch_number();
@@ -144,7 +149,12 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
     for (const TierOp& op : ops) {
       const bool waits = usable && op.kind == OpKind::kWrite && writes >= options_.most_writes;
       writes += op.kind == OpKind::kWrite && !waits;
-      (waits ? waiting_ : to_send.ops).push_back(order_of(op, now));
+      HostOp order = order_of(op, now);
+      if (waits) {
+        waiting.emplace(FairTurns::key_of(op.entry_info.tenant, ++last_waiting_), std::move(order));
+      } else {
+        to_send.ops.push_back(std::move(order));
+      }
       ops_.add(op.id) = {op.kind, op.key, now, epoch, !waits};
       reads_ += op.kind == OpKind::kRead;
       ++added;
@@ -155,9 +165,9 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
       reads_ -= ops[i].kind == OpKind::kRead;
       ops_.erase(ops[i].id);
     }
-    waiting_.resize(waiting);
     throw;
   }
+  waiting_.merge(waiting);
   sent_writes_ = writes;
   if (is_sent) return;
   for (const TierOp& op : ops) {
@@ -165,20 +175,38 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
   }
 }
 
-// Sends writes that waited, as many as may be sent.
+// Sends writes that waited, as many as may be sent. If memory runs out, throws, and they still wait.
 void RemoteTier::send_waiting() {
-  std::erase_if(waiting_, [this](const HostOp& op) { return ops_.find(op.id) == nullptr; });  // cancelled
+  std::erase_if(waiting_,
+                [this](const auto& at) { return ops_.find(at.second.id) == nullptr; });  // cancelled
   if (waiting_.empty() || !is_usable() || sent_writes_ >= options_.most_writes) return;
   const std::size_t count = std::min(waiting_.size(), options_.most_writes - sent_writes_);
-  const auto end_of_some = waiting_.begin() + static_cast<std::ptrdiff_t>(count);
-  if (!channel_->send_ops(connection_, {index_, {waiting_.begin(), end_of_some}})) return;  // it is lost
-  for (auto op = waiting_.begin(); op != end_of_some; ++op) ops_.find(op->id)->is_sent = true;
+  std::vector<Waiting::node_type> chosen;
+  TierOps to_send{index_, {}};
+  bool is_sent = false;
+  try {
+    chosen.reserve(count);
+    to_send.ops.reserve(count);
+    while (chosen.size() < count) {
+      const auto next = turns_.next(waiting_, [](const HostOp& op) { return 1 / op.weight; });
+      chosen.push_back(waiting_.extract(next));
+      to_send.ops.push_back(chosen.back().mapped());
+    }
+    is_sent = channel_->send_ops(connection_, std::move(to_send));
+  } catch (...) {
+    for (auto& node : chosen) waiting_.insert(std::move(node));
+    throw;
+  }
+  if (!is_sent) {  // the connection is lost
+    for (auto& node : chosen) waiting_.insert(std::move(node));
+    return;
+  }
+  for (const auto& node : chosen) ops_.find(node.mapped().id)->is_sent = true;
   sent_writes_ += count;
-  waiting_.erase(waiting_.begin(), end_of_some);
 }
 
 void RemoteTier::end_waiting(const Status& status) {
-  for (const HostOp& op : std::exchange(waiting_, {})) {
+  for (const auto& [number, op] : std::exchange(waiting_, {})) {
     if (ops_.find(op.id) != nullptr) end(op.id, status);
   }
 }

@@ -29,7 +29,8 @@ struct RemoteTierOptions {
   Nanos absent_for{std::chrono::seconds(1)};      // see PresenceCache
   std::size_t most_keys = std::size_t{1} << 19;   // remembered
   // Writes that the host may have at once. Later ones wait here for the next poll, and can be cancelled at
-  // once. More than the chunks of most prompts: an engine that becomes idle does not poll.
+  // once. Those of several tenants are then sent in turn. More than the chunks of most prompts: an engine
+  // that becomes idle does not poll.
   std::size_t most_writes = 1024;
 };
 

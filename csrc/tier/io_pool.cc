@@ -10,10 +10,9 @@
 #include <thread>
 #include <utility>
 
-#include "base/steps.h"
 #include "base/thread.h"
 #include "base/thread_annotations.h"
-#include "policy/tenant_shares.h"
+#include "policy/fair_turns.h"
 
 namespace kv_offload {
 namespace {
@@ -31,40 +30,8 @@ struct Running {
   Nanos submitted{0}, started{0};
   std::optional<Lane> thread;  // lane of the thread that runs it; none: driven by hand
 };
-// Keyed by the tenant, then by a number that increases with each submission. Moving nodes between queues
-// allocates nothing.
+// See FairTurns; the number increases with each submission. Moving nodes between queues allocates nothing.
 using Queue = std::map<std::uint64_t, Queued>;
-constexpr unsigned kNumberBits = 56;
-std::uint64_t first_of(TenantId tenant) { return std::uint64_t{tenant} << kNumberBits; }
-TenantId tenant_of(std::uint64_t key) { return static_cast<TenantId>(key >> kNumberBits); }
-
-// The order in which tenants take turns. Virtual times are in costs.
-class FairTurns {
- public:
-  // Returns the first op of the tenant whose turn it is, and counts it as started. REQUIRES: not empty.
-  Queue::iterator next(Queue& queue) {
-    std::uint32_t waiting = 0;
-    Queue::iterator chosen = queue.end();
-    for (auto at = queue.begin(); at != queue.end();) {
-      const TenantId tenant = tenant_of(at->first);
-      count_steps(1);
-      waiting |= std::uint32_t{1} << tenant;
-      if ((waiting_ >> tenant & 1) == 0) started_[tenant] = std::max(started_[tenant], now_);  // was idle
-      if (chosen == queue.end() || started_[tenant] < started_[tenant_of(chosen->first)]) chosen = at;
-      at = queue.lower_bound(first_of(static_cast<TenantId>(tenant + 1)));
-    }
-    waiting_ = waiting;
-    const TenantId tenant = tenant_of(chosen->first);
-    now_ = started_[tenant];
-    started_[tenant] += chosen->second.op.cost;
-    return chosen;
-  }
-
- private:
-  std::array<double, TenantShares::kMaxTenants> started_{};  // virtual time of each tenant's next op
-  double now_ = 0;                                           // virtual time of the last started op
-  std::uint32_t waiting_ = 0;                                // tenants with ops at the last call, by bit
-};
 // Of one lane. The urgent ops that a tenant started do not delay its other ops.
 struct LaneTurns {
   FairTurns urgent, normal;
@@ -80,7 +47,7 @@ class LaneQueue {
   // If memory runs out, throws; the object must then be discarded.
   void add(std::uint64_t number, IoPool::Op op, Nanos submitted) {
     const bool urgent = op.urgent;
-    number |= first_of(op.tenant);
+    number = FairTurns::key_of(op.tenant, number);
     by_tag_.emplace(std::pair(op.tag, number), urgent);
     if (op.deadline.count() != 0) by_deadline_.emplace(std::pair(op.deadline, number), urgent);
     queue(urgent).emplace(number, Queued{std::move(op), submitted});
@@ -109,8 +76,8 @@ class LaneQueue {
     const bool is_normal_turn =
         !normal_.empty() && (urgent_.empty() || urgent_in_a_row_ >= IoPool::kUrgentPerNormal);
     urgent_in_a_row_ = is_normal_turn || normal_.empty() ? 0 : urgent_in_a_row_ + 1;
-    if (!is_normal_turn) return extract(true, turns.urgent.next(urgent_)->first);
-    return extract(false, turns.normal.next(normal_)->first);
+    if (!is_normal_turn) return extract(true, turns.urgent.next(urgent_, cost_of)->first);
+    return extract(false, turns.normal.next(normal_, cost_of)->first);
   }
   // Returns the oldest op with this tag; empty if there is none.
   Queue::node_type take(std::uint64_t tag) {
@@ -127,11 +94,10 @@ class LaneQueue {
 
  private:
   Queue& queue(bool urgent) { return urgent ? urgent_ : normal_; }
+  static double cost_of(const Queued& queued) { return queued.op.cost; }
   static Nanos oldest_of(const Queue& queue, Nanos now) {
-    for (auto at = queue.begin(); at != queue.end();) {
+    for (auto at = queue.begin(); at != queue.end(); at = FairTurns::next_tenant(queue, at))
       now = std::min(now, at->second.submitted);
-      at = queue.lower_bound(first_of(static_cast<TenantId>(tenant_of(at->first) + 1)));
-    }
     return now;
   }
   Queue::node_type extract(bool urgent, std::uint64_t number) {

@@ -815,6 +815,100 @@ TEST(RemoteTierTest, memory_that_runs_out_in_a_reset_loses_no_write_that_waits) 
   EXPECT_EQ(tier->stats().queued_writes, 1u) << "it was sent";
 }
 
+// The ids of writes of tenants 1 and 2 end in 1 and 2.
+class RemoteTenantWrites : public ::testing::Test {
+ protected:
+  RemoteTenantWrites() {
+    channel_->begin_open({{}}, "settings");
+    channel_->begin_connection();
+    EXPECT_EQ(channel_->deliver(FrameType::kOpsEnded, {}, Nanos(0)), TierChannel::Delivery::kTaken);
+    RemoteTierOptions options;
+    options.most_writes = 1;
+    options.close_wait = Nanos(0);
+    tier_ = make_remote_tier(channel_, 0, options);
+  }
+  void write(TenantId tenant, int count, double weight = 0.5) {
+    std::vector<TierOp> ops(static_cast<std::size_t>(count));
+    for (TierOp& op : ops) {
+      op.id = 10 * ++last_ + tenant;
+      op.kind = OpKind::kWrite;
+      op.key = key_of(static_cast<std::uint32_t>(op.id));
+      op.entry_info.tenant = tenant;
+      op.weight = weight;
+    }
+    tier_->submit(std::move(ops));
+  }
+  void poll() { tier_->poll(&ended_, &removals_); }
+  // Returns the writes that were sent since the last call.
+  std::vector<OpId> sent() {
+    std::vector<OpId> ids;
+    for (const auto& [type, body] : channel_->take_frames()) {
+      if (type != FrameType::kOps) continue;
+      const TierOps frame = decode_ops(body).value();
+      for (const HostOp& op : frame.ops) ids.push_back(op.id);
+    }
+    return ids;
+  }
+  void end(OpId id) {
+    const TierResults results{0, {{id, StatusKind::kOk, 0, 1, 0, 0}}};
+    EXPECT_EQ(channel_->deliver(FrameType::kResults, encode(results), Nanos(0)),
+              TierChannel::Delivery::kTaken);
+    poll();
+  }
+  // Ends one write after the other. Returns those that are sent meanwhile.
+  std::vector<OpId> run(int count) {
+    std::vector<OpId> order;
+    for (int i = 0; i < count; ++i) {
+      const std::vector<OpId> some = sent();
+      EXPECT_EQ(some.size(), 1u);
+      if (some.empty()) break;
+      order.push_back(some.front());
+      end(some.front());
+    }
+    return order;
+  }
+
+  std::shared_ptr<TierChannel> channel_ = std::make_shared<TierChannel>([] {});
+  std::unique_ptr<Tier> tier_;
+  OpId last_ = 0;
+  std::vector<Completion> ended_;
+  std::vector<TierRemoval> removals_;
+};
+
+TEST_F(RemoteTenantWrites, a_long_queue_of_one_tenant_delays_another_tenants_writes_by_one_each) {
+  write(2, 500);
+  write(1, 3);
+  EXPECT_EQ(run(1), std::vector<OpId>{12}) << "it was sent at once";
+  const std::vector<OpId> next = run(6);
+  EXPECT_EQ(std::count_if(next.begin(), next.end(), [](OpId id) { return id % 10 == 1; }), 3);
+  EXPECT_EQ(run(2), (std::vector<OpId>{52, 62})) << "those of one tenant stay in order";
+}
+
+TEST_F(RemoteTenantWrites, are_sent_in_proportion_to_the_tenants_weights) {
+  write(2, 200, 0.25);
+  write(1, 200, 0.75);
+  const std::vector<OpId> order = run(101);
+  EXPECT_NEAR(
+      static_cast<double>(std::count_if(order.begin(), order.end(), [](OpId id) { return id % 10 == 1; })),
+      75, 1);
+}
+
+TEST_F(RemoteTenantWrites, that_wait_lose_none_when_memory_runs_out) {
+  write(2, 3);
+  write(1, 3);
+  const std::vector<OpId> first = sent();
+  ASSERT_EQ(first.size(), 1u);
+  const TierResults results{0, {{first.front(), StatusKind::kOk, 0, 1, 0, 0}}};
+  EXPECT_EQ(channel_->deliver(FrameType::kResults, encode(results), Nanos(0)), TierChannel::Delivery::kTaken);
+  EXPECT_GT(fail_each_allocation([&] { poll(); }, [] {}), 0u);
+  EXPECT_EQ(run(5).size(), 5u);
+  EXPECT_TRUE(sent().empty());
+  EXPECT_EQ(ended_.size(), 6u);
+  EXPECT_GT(fail_each_allocation([&] { write(1, 3); }, [&] { EXPECT_EQ(tier_->stats().queued_writes, 0u); }),
+            0u);
+  EXPECT_EQ(run(3).size(), 3u);
+}
+
 TEST(RemoteTierTest, records_of_a_host_are_unknown_after_its_connection_was_lost) {
   const auto channel = std::make_shared<TierChannel>([] {});
   const auto deliver = [&](FrameType type, const Bytes& body) {
