@@ -1066,7 +1066,7 @@ def test_a_reset_of_the_source_removes_the_copies(
     checks: str,
 ) -> None:
     source, destination = place(kind_from, "from"), place(kind_to, "to")
-    monkeypatch.setattr(copying, "CHECK_SECONDS", 0.0 if checks == "often" else 1000.0)
+    monkeypatch.setattr(copying, "CHECK_SECONDS", 0.02 if checks == "often" else 1000.0)
     with source.engine(shm) as server:
         server.store(NUMBERS)
         other = shm / "other"
