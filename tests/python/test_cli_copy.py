@@ -558,15 +558,15 @@ RECORD_BYTES = SHARD_BYTES + 4096
 def when_reads_wait(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Returns an event that is set when a reader thread has to wait for memory."""
     event = threading.Event()
-    original = copying.RecordMemory._has_room
+    original = RecordMemory._has_room
 
-    def has_room(self: copying.RecordMemory, size: int) -> bool:
+    def has_room(self: RecordMemory, size: int) -> bool:
         found = original(self, size)
         if not found:
             event.set()
         return found
 
-    monkeypatch.setattr(copying.RecordMemory, "_has_room", has_room)
+    monkeypatch.setattr(RecordMemory, "_has_room", has_room)
     return event
 
 
@@ -1066,7 +1066,7 @@ def test_a_reset_of_the_source_removes_the_copies(
     checks: str,
 ) -> None:
     source, destination = place(kind_from, "from"), place(kind_to, "to")
-    monkeypatch.setattr(copying, "CHECK_SECONDS", 0.0 if checks == "often" else 1000.0)
+    monkeypatch.setattr(copying, "CHECK_SECONDS", 0.02 if checks == "often" else 1000.0)
     with source.engine(shm) as server:
         server.store(NUMBERS)
         other = shm / "other"
