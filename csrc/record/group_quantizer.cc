@@ -164,13 +164,14 @@ constexpr std::array<RestoredFp8, kPartCodes> kRestoredPart = [] {
   }
   return part;
 }();
-template <Element kElement>
-alignas(
-    64) constexpr std::array<std::array<RestoredFp8, kPartCodes>, kSteps.size() / kPartCodes> kRestoredFp8 =
-    []<std::size_t... kPart>(std::index_sequence<kPart...>) {
-  return std::array{kRestoredPart<kElement, kPart>...};
+constexpr std::size_t kParts = kSteps.size() / kPartCodes;
+using RestoredParts = std::array<std::array<RestoredFp8, kPartCodes>, kParts>;
+template <Element kElement, std::size_t... kPart>
+constexpr RestoredParts joined(std::index_sequence<kPart...> /*parts*/) {
+  return {kRestoredPart<kElement, kPart>...};
 }
-(std::make_index_sequence<kSteps.size() / kPartCodes>());
+template <Element kElement>
+alignas(64) constexpr RestoredParts kRestoredFp8 = joined<kElement>(std::make_index_sequence<kParts>());
 
 using Values = std::array<float, kQuantizedGroup>;
 
