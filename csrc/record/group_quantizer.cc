@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #if !defined(__clang__)
@@ -149,18 +150,28 @@ constexpr std::array<float, 256> kSteps = [] {
   return steps;
 }();
 
-// The fp8 numbers of the integers 0..127, for each step code.
+// The fp8 numbers of the integers 0..127, for each step code. In parts, because compilers limit the length of
+// one constant evaluation.
 using RestoredFp8 = std::array<std::uint8_t, 128>;
-template <Element kElement>
-alignas(64) constexpr std::array<RestoredFp8, 256> kRestoredFp8 = [] {
-  std::array<RestoredFp8, 256> all{};
-  for (std::size_t code = 0; code < all.size(); ++code) {
-    for (std::size_t integer = 0; integer < all[code].size(); ++integer)
-      all[code][integer] =
-          static_cast<std::uint8_t>(number_of<kElement>(static_cast<float>(integer) * kSteps[code]));
+constexpr std::size_t kPartCodes = 32;
+template <Element kElement, std::size_t kPart>
+constexpr std::array<RestoredFp8, kPartCodes> kRestoredPart = [] {
+  std::array<RestoredFp8, kPartCodes> part{};
+  for (std::size_t i = 0; i < part.size(); ++i) {
+    const float step = kSteps[kPart * kPartCodes + i];
+    for (std::size_t integer = 0; integer < part[i].size(); ++integer)
+      part[i][integer] = static_cast<std::uint8_t>(number_of<kElement>(static_cast<float>(integer) * step));
   }
-  return all;
+  return part;
 }();
+constexpr std::size_t kParts = kSteps.size() / kPartCodes;
+using RestoredParts = std::array<std::array<RestoredFp8, kPartCodes>, kParts>;
+template <Element kElement, std::size_t... kPart>
+constexpr RestoredParts joined(std::index_sequence<kPart...> /*parts*/) {
+  return {kRestoredPart<kElement, kPart>...};
+}
+template <Element kElement>
+alignas(64) constexpr RestoredParts kRestoredFp8 = joined<kElement>(std::make_index_sequence<kParts>());
 
 using Values = std::array<float, kQuantizedGroup>;
 
@@ -619,8 +630,8 @@ KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* co
                                     std::byte* numbers, std::size_t stride) {
   for (std::size_t row = 0; row < rows; ++row) {
     if constexpr (is_fp8(kElement)) {
-      Group<kElement>::restore(kRestoredFp8<kElement>[codes[row]], q + kQuantizedGroup * row,
-                               numbers + row * stride);
+      Group<kElement>::restore(kRestoredFp8<kElement>[codes[row] / kPartCodes][codes[row] % kPartCodes],
+                               q + kQuantizedGroup * row, numbers + row * stride);
       continue;
     }
     const float step = kSteps[codes[row]];
