@@ -913,13 +913,14 @@ TEST_F(KeptSharedMemory, the_next_engine_has_new_memory_if_its_rows_have_other_s
   EXPECT_EQ(load(*owner, {"new0"}), 1u);
 }
 
+// So many rows that the tables of kept rows of both sizes have no byte in common.
 TEST_F(KeptSharedMemory, chunks_whose_rows_an_engine_with_other_sizes_has_overwritten_are_not_taken_over) {
   const Names all = numbered("k", 8);
-  store(*std::make_unique<World>(kept(8)), all);
-  WorldOptions other = kept(8);
-  other.shard_bytes = {5000};
-  EXPECT_EQ(store(*std::make_unique<World>(other), all).size(), 4u);
-  World last(kept(8));
+  store(*std::make_unique<World>(kept(256)), all);
+  WorldOptions other = kept(256);
+  other.shard_bytes = {5 * kPageBytes};
+  EXPECT_EQ(store(*std::make_unique<World>(other), all).size(), 8u);
+  World last(kept(256));
   EXPECT_EQ(last.cache->stats().taken_over_chunks, 0u);
   EXPECT_EQ(load(last, all), 0u);
   EXPECT_THAT(names(), ::testing::SizeIs(2)) << "the memory was not taken over";
