@@ -15,7 +15,7 @@
 // background thread unmaps none of these tables.
 //
 // Threads: any, except for may_have(), prefetch(), leave_filters(), poll() and stop(), which only one thread
-// calls (the scheduler's). A thread looks for new neighbours and unmaps those that have ended, also while the
+// calls (the scheduler's). A thread looks for new neighbours and unmaps those that have ended, even while the
 // engine is idle. No method waits for its system calls.
 #pragma once
 

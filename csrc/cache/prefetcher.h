@@ -89,7 +89,7 @@ class Prefetcher {
   Prefetcher& operator=(const Prefetcher&) = delete;
 
   // The session is expected back at this time. Replaces an earlier time. `begins_now`: the reads begin in the
-  // next step, also if a later call expects the return much later.
+  // next step, even if a later call expects the return much later.
   void expect(const SessionId& session, std::shared_ptr<const Prompt> prompt, Nanos returns_at,
               bool begins_now = false);
   // Ends what was expected of the session: it is back, or it does not return.

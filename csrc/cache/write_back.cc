@@ -90,7 +90,7 @@ std::size_t WriteBack::max_written_ahead() const {
   return std::clamp(chunks_.capacity() / kColdShare, kMinAhead, kMaxAhead);
 }
 
-// Each tenant has its part, also while writes of others are queued: the tier starts writes of several tenants
+// Each tenant has its part, even while writes of others are queued: the tier starts writes of several tenants
 // in turn.
 bool WriteBack::may_write_before_eviction(std::size_t tier, TenantId tenant) const {
   if (!ops_.is_writable(tier)) return false;

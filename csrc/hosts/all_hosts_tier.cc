@@ -259,7 +259,7 @@ void AllHostsTier::replace_epochs(const std::vector<std::uint64_t>& ids) {
   if (!parts_.front().tier->can_reset()) return;
   for (std::size_t part = 0; part < ids.size(); ++part)
     if (ids[part] == 0 || !parts_[part].tier->stats().writable) return;
-  warn_(fmt::format("tier {}: the hosts replace their different epochs by a new, empty one", name()));
+  warn_(fmt::format("tier {}: the hosts replace their different epochs with a new, empty one", name()));
   begin_reset(EpochRegistry::new_id());
 }
 

@@ -47,7 +47,7 @@ struct AllHostsOptions {
   const Clock* clock = nullptr;                // must outlive the tier; null: a steady clock
   // The epoch ids of the parts, 0 for none, if a part has no epoch yet: its store does not respond. The tier
   // is then out of service until all parts have one and the ids are equal, or until a reset. Ids that differ
-  // are reported at once, also while other parts have none: a part keeps its epoch.
+  // are reported at once, even while other parts have none: a part keeps its epoch.
   std::vector<std::uint64_t> epoch_ids{};
   std::function<void(std::string)> warn{};  // receives log lines; must be set if epoch_ids is
 };

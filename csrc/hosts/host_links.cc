@@ -510,7 +510,7 @@ void HostLinks::Impl::refuse(Link& link, const std::string& problem) {
   link.state = State::kUnfit;
   if (!link.was_connected) return;  // wait_until_connected() says so
   events->add(
-      fmt::format("{} does not fit any more: {}; it is not tried again, and all lookups are misses until "
+      fmt::format("{} no longer fits: {}; it is not tried again, and all lookups are misses until "
                   "the engine is restarted",
                   name_of(link), problem));
 }

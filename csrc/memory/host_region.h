@@ -156,7 +156,7 @@ class HostRegion {
   // the requested and available bytes and cpu_bytes_to_use) or InvalidArgument; nothing remains then.
   static std::unique_ptr<HostRegion> attach_scheduler(const RegionOptions& options);
   // Attaches as worker `rank` (area = rank, or 0 when replicated) and publishes its geometry. Throws as
-  // above, also if the processes' sizes disagree.
+  // above, even if the processes' sizes disagree.
   static std::unique_ptr<HostRegion> attach_worker(const RegionOptions& options, std::uint32_t rank,
                                                    const RankGeometry& geometry);
   ~HostRegion();  // unmaps; unlinks the name if it still exists and we held the last lock

@@ -55,7 +55,7 @@ class SharedFile {
   // Returns a kept file of this keep_for that no process holds, now also linked at `path`. Removes a file for
   // which `take_over(fd)` returns false; no other process holds it then. Returns no file (fd() < 0) if there
   // is none, if `path` exists already, or if all are held for `timeout` (*is_held is true then): a killed
-  // engine needs a moment to exit. Files that were not adopted stay unchanged, also if take_over throws.
+  // engine needs a moment to exit. Files that were not adopted stay unchanged, even if take_over throws.
   static SharedFile adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
                           const std::function<bool(int fd)>& take_over, std::chrono::nanoseconds timeout,
                           bool* is_held = nullptr);

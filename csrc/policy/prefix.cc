@@ -272,7 +272,7 @@ void PrefixPolicy::put(Slot slot, Leaves::node_type leaf) {
   Node& node = nodes_[slot];
   if (!has_children(node)) return put_leaf(slot, leaf.empty() ? make_leaf() : std::move(leaf));
   node.place = Place::kInner;
-  // Within one prompt the deepest chunk is evicted first, also if the prompt's head was used or unpinned
+  // Within one prompt the deepest chunk is evicted first, even if the prompt's head was used or unpinned
   // earlier.
   const Slot above = parent_of(node);
   if (above != kNone && nodes_[above].place == Place::kInner && is_as_recent(nodes_[above], node))

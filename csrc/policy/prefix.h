@@ -118,7 +118,7 @@ class PrefixPolicy final : public EvictionPolicy {
   bool is_branched(const Node& node) const {
     return node.tree != PrefixTree::kNone && tree_.branched(node.tree);
   }
-  // False also if it is unknown: no request used the entry here.
+  // False if it is unknown, too: no request used the entry here.
   bool is_end(const Node& node) const {
     return node.record != 0 && node.tree != PrefixTree::kNone && !tree_.extended(node.tree);
   }

@@ -83,7 +83,7 @@ class RecordStore {
   //
   // Runs once, before the other upkeep calls: slow work that must not delay the start of a server.
   virtual void start() {}
-  // Runs about once a second, also while the engine is idle. Runs once more after stop(), to save what would
+  // Runs about once a second, even while the engine is idle. Runs once more after stop(), to save what would
   // be lost; a call that has not noticed stop() yet may be running concurrently.
   virtual void maintain() = 0;
   // Runs about 20 times a second if ThreadPoolTierOptions::watch_removals is set, never concurrently with

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes directories unreadable, also if the tests run as root."""
+"""Makes directories unreadable, even if the tests run as root."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ int open_newest_epoch(FileOps& ops, int namespace_directory, const std::string& 
 
 // Creates the mark of an epoch in use again if it was removed, and locks it. Returns 0 or -errno.
 int keep_mark(FileOps& ops, int namespace_directory, const FsEpoch& epoch);
-// True if a reset created this epoch, and also if that cannot be determined.
+// True if a reset created this epoch, and if that cannot be determined.
 bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number);
 // True if a reset created an epoch of this number or above: its mark exists, its directory may be missing.
 // Also true if the namespace cannot be listed.

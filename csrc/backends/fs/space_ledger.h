@@ -86,7 +86,7 @@ class SpaceLedger {
   // have missed the file already. An outdated number errs towards a sum that is too high.
   using Finished = std::uint64_t;
 
-  // Opens or creates ROOT/ledger and takes a slot. Throws ResourceError (also if the file system has no
+  // Opens or creates ROOT/ledger and takes a slot. Throws ResourceError (even if the file system has no
   // locks). If the file system is full, a later change takes the slot.
   SpaceLedger(FileOps& ops, int root, const std::string& root_path, std::uint64_t max_bytes,
               std::uint64_t writer, std::uint64_t sharer);
