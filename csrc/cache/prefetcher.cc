@@ -241,11 +241,16 @@ bool Prefetcher::has_room(const Task& task, std::uint64_t bytes) const {
 
 std::uint64_t Prefetcher::limit_of(TenantId tenant) const {
   const TenantShares* shares = with_.chunks.tenants();
-  for (std::size_t i = 0; shares != nullptr && i < shares->size(); ++i) {
-    if (i != tenant && !tenants_[i].is_none())
-      return static_cast<std::uint64_t>(shares->weight(tenant) * static_cast<double>(max_bytes_));
+  if (shares == nullptr) return max_bytes_;
+  const auto share_of = [&](std::size_t of) {
+    return static_cast<std::uint64_t>(shares->weight(static_cast<TenantId>(of)) *
+                                      static_cast<double>(max_bytes_));
+  };
+  std::uint64_t others = 0;  // what other tenants use, and the rest of the shares that they may need
+  for (std::size_t i = 0; i < shares->size(); ++i) {
+    if (i != tenant && !tenants_[i].is_none()) others += std::max(tenants_[i].bytes, share_of(i));
   }
-  return max_bytes_;
+  return std::max(share_of(tenant), max_bytes_ - std::min(max_bytes_, others));
 }
 
 void Prefetcher::remove_if_unused(std::uint64_t client) {

@@ -12,9 +12,9 @@
 // - A read takes a free row, or evicts a chunk that is expected later or of which nothing is expected. It
 //   never evicts a chunk that is expected sooner, and cancels no write.
 // - Unused prefetched chunks take at most max_bytes. One client gets half of that while other clients have
-//   prompts or chunks here, and one tenant its share while other tenants do. Chunks that are not used within
-//   kGrace of the expected return are evicted first, and count against the bounds of their client and tenant
-//   for kPenalty.
+//   prompts or chunks here. One tenant gets its share, and what other tenants do not use or, if they have
+//   prompts or chunks here, cannot claim as their shares. Chunks that are not used within kGrace of the
+//   expected return are evicted first, and count against the bounds of their client and tenant for kPenalty.
 // - At most kReadsInFlight reads run while requests run, so that the reads of requests hardly wait for them.
 //   If a request arrives while more are queued, the others are cancelled and begin again when the prompt is
 //   due.
@@ -155,7 +155,7 @@ class Prefetcher {
   void count(End end, std::uint64_t bytes);
   void count_forgotten();
   bool has_room(const Task& task, std::uint64_t bytes) const;
-  std::uint64_t limit_of(TenantId tenant) const;  // bytes
+  std::uint64_t limit_of(TenantId tenant) const;  // bytes, see above
   void remove_if_unused(std::uint64_t client);
   // Reads the next chunks of the prompt, and decrements `*chunks` for each chunk examined. Returns kEnd if
   // the prompt is done, and kLater if its next chunk waits for room or for the answer of a tier.

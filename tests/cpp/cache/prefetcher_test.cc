@@ -590,6 +590,27 @@ TEST_F(PrefetcherTest, clients_of_one_tenant_together_get_its_share_while_others
   EXPECT_EQ(parts().prefetcher.unused_bytes(), 0u);
 }
 
+TEST_F(PrefetcherTest, what_no_tenant_has_as_a_share_is_lent_to_each) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0.25}, {"flood", 0.25}};
+  make(64, 4, options);  // 8 chunks, 2 for each of the two tenants; the other tenant's share is less than one
+  const auto expect_for = [&](TenantId tenant, std::uint64_t client, const Names& names, Nanos time) {
+    auto made = std::make_shared<Prefetcher::Prompt>(*recorded(names, client));
+    made->tenant = tenant;
+    parts().prefetcher.expect({tenant, client}, made, in(time));
+  };
+  expect_for(1, 9, {"a", "b"}, std::chrono::hours(1));
+  expect_for(0, 8, {"o"}, Nanos(0));
+  run_all();
+  EXPECT_TRUE(is_resident("o"));
+  for (std::uint64_t client = 1; client <= 3; ++client) {
+    const std::string name = "f" + std::to_string(client);
+    expect_for(2, client, {name + "a", name + "b", name + "c"}, Nanos(0));
+  }
+  run_all();
+  EXPECT_EQ(parts().prefetcher.unused_bytes(), 6 * kChunkBytes) << "two chunks are left for the quiet tenant";
+}
+
 TEST_F(PrefetcherTest, unused_chunks_count_against_their_tenant_for_a_while) {
   PartsOptions options;
   options.cache.tenants = {{"other", 0}, {"quiet", 0.5}, {"flood", 0.5}};
