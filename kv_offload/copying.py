@@ -308,9 +308,14 @@ class Copier:
             self._run(pool, iter(entries), progress)
         except BaseException as error:
             failure = error
-        if isinstance(failure, KeyboardInterrupt):
-            self._notice("waiting for the records in progress")
-        self._end(pool)
+        try:
+            self._end_threads()
+            if isinstance(failure, KeyboardInterrupt):
+                self._notice("waiting for the records in progress")
+        except OSError:  # e.g. stderr is a broken pipe: the copy is interrupted anyway
+            pass
+        finally:
+            self._end(pool)
         if isinstance(failure, OSError | RuntimeError) and not isinstance(failure, CopyError):
             failure = CopyError("failed", str(failure))
         # Asked after all threads have ended, whatever the result: a reset makes every copy useless or wrong.

@@ -847,6 +847,77 @@ def test_further_ctrl_c_waits_for_the_records_in_progress(
     assert result.stderr.count("waiting for the records in progress") == 1
 
 
+# ---- the threads of a copy, with tiers in this process
+
+ENTRIES = [copying.Entry(bytes([number]), 10, 0.0, str(number)) for number in range(20)]
+
+
+class FakeRecord:
+    size = 10
+    encryption_key_id = ""
+
+
+class FakeTier:
+    """Both tiers of a copy, which is interrupted when ``interrupted`` is set. ``read`` and ``write`` get the
+    number of a call from 0 on."""
+
+    where = "tier"
+    epoch = "1"
+
+    def __init__(self, *, jobs: int = 1, **options: Any) -> None:
+        self.read_numbers: list[int] = []  # of the entries, in the order of the reads
+        self.writes = 0
+        self.on_read: Callable[[int], None] = lambda _: None
+        self.on_write: Callable[[int], str] = lambda _: "ok"
+        self.interrupted: Any = threading.Event()
+        tier: Any = self
+        self.copier = copying.Copier(
+            "", lambda: tier, "1", tier, tier, jobs=jobs, encrypted=None, interrupts=self.interrupted, **options
+        )
+
+    def was_reset(self, *_: Any) -> bool:
+        return False
+
+    def read(self, namespace: str, handle: str, into: Any) -> Any:
+        self.read_numbers.append(int(handle))
+        self.on_read(len(self.read_numbers) - 1)
+        return "ok", "", FakeRecord()
+
+    def write(self, record: Any, used: float) -> Any:
+        self.writes += 1
+        return self.on_write(self.writes - 1), "", True
+
+    def run(self, entries: Iterable[copying.Entry] = ENTRIES, **options: Any) -> None:
+        """Runs the copy. Fails if threads are left."""
+        before = set(threading.enumerate())
+        try:
+            self.copier.run(entries, **options)
+        finally:
+            left = set(threading.enumerate()) - before
+            self.copier._end_threads()  # else the threads that a defect leaves would keep pytest from its end
+            self.copier._end_writers()
+            assert not left
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(BrokenPipeError(), KeyboardInterrupt), (ValueError("closed file"), ValueError)]
+)
+def test_ctrl_c_ends_the_threads_although_its_notice_fails(
+    error: Exception, raised: type[BaseException]
+) -> None:
+    has_ended: list[bool] = []
+
+    def notice(_: str) -> None:
+        has_ended.append(tier.copier._stop.is_set())
+        raise error
+
+    tier = FakeTier(notice=notice)
+    tier.interrupted.set()
+    with pytest.raises(raised):
+        tier.run()
+    assert has_ended == [True]
+
+
 # ---- bounds
 
 
