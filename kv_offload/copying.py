@@ -307,7 +307,8 @@ class Copier:
         try:
             self._run(pool, iter(entries), progress)
         except BaseException as error:
-            failure = error
+            # A failure that has ended the copy comes first: errors may follow while reads and writes end.
+            failure = self._failure or error
         try:
             self._end_threads()
             if isinstance(failure, KeyboardInterrupt):

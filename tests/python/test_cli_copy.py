@@ -869,6 +869,7 @@ class FakeTier:
         self.writes = 0
         self.on_read: Callable[[int], None] = lambda _: None
         self.on_write: Callable[[int], str] = lambda _: "ok"
+        self.on_check: Callable[[], bool] = lambda: False
         self.interrupted: Any = threading.Event()
         tier: Any = self
         self.copier = copying.Copier(
@@ -876,7 +877,7 @@ class FakeTier:
         )
 
     def was_reset(self, *_: Any) -> bool:
-        return False
+        return self.on_check()
 
     def read(self, namespace: str, handle: str, into: Any) -> Any:
         self.read_numbers.append(int(handle))
@@ -913,9 +914,39 @@ def test_ctrl_c_ends_the_threads_although_its_notice_fails(
 
     tier = FakeTier(notice=notice)
     tier.interrupted.set()
-    with pytest.raises(raised):
+    with pytest.raises((KeyboardInterrupt, OSError, ValueError)) as caught:
         tier.run()
+    assert caught.type is raised
     assert has_ended == [True]
+
+
+@pytest.mark.parametrize("later", ["ctrl_c", "unreadable_epoch"])
+def test_what_happens_after_a_failure_does_not_replace_it(monkeypatch: pytest.MonkeyPatch, later: str) -> None:
+    monkeypatch.setattr(copying, "_INTERRUPT_SECONDS", 0.01)
+    monkeypatch.setattr(copying, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(copying, "_LOOK_PAUSES", ())
+    ending = at_the_end(monkeypatch)
+    tier = FakeTier()
+
+    def read(number: int) -> None:
+        if number > 0:  # the read in progress, for which the copy waits
+            assert ending.wait(PATIENCE_SECONDS)
+
+    def check() -> bool:
+        if later == "unreadable_epoch" and tier.copier._failure is not None and not ending.is_set():
+            raise RuntimeError("no answer")
+        return False
+
+    def progress(_: copying.Totals) -> None:
+        if later == "ctrl_c" and tier.copier._failure is not None:
+            tier.interrupted.set()
+
+    tier.on_read, tier.on_check = read, check
+    tier.on_write = lambda _: "no_space"
+    with pytest.raises((copying.CopyError, KeyboardInterrupt)) as raised:
+        tier.run(progress=progress)
+    assert isinstance(raised.value, copying.CopyError)
+    assert raised.value.ended == "full"
 
 
 # ---- bounds
