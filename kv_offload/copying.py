@@ -285,6 +285,7 @@ class Copier:
         self._to_write: SimpleQueue[tuple[Entry, Slot] | None] = SimpleQueue()  # None: ends a thread
         self._of_thread = threading.local()
         self._lock = threading.Lock()
+        self._entry_lock = threading.Lock()
         self._counting_ends = math.inf if is_counted else 0.0  # monotonic; inf: no write has been refused yet
         self._op_timeout = op_timeout
         self._interrupts = interrupts or Interrupts()
@@ -437,23 +438,23 @@ class Copier:
 
     def _read_entries(self, entries: Iterator[Entry]) -> None:
         while not self._stop.is_set():
-            with self._lock:
+            with self._entry_lock:  # until there is memory, so that no later entry takes it first
                 entry = next(entries, None)
-            if entry is None:
+                if entry is None:
+                    return
+                self._read_limit.wait(entry.bytes)
+                slot = self._memory.take(entry.bytes)
+            if slot is None:
                 return
             try:
-                outcome = self._read_one(entry)
+                outcome = self._read_one(entry, slot)
             except Exception as error:
                 outcome = Outcome(entry, "error", 0, "error", str(error))
             if outcome is not None:
                 self._settle(outcome)
 
-    def _read_one(self, entry: Entry) -> Outcome | None:
-        """Returns None if the writers have the record now, or if the copy has ended."""
-        self._read_limit.wait(entry.bytes)
-        slot = self._memory.take(entry.bytes)
-        if slot is None:
-            return None
+    def _read_one(self, entry: Entry, slot: Slot) -> Outcome | None:
+        """Returns None if the writers have the record now."""
         is_passed_on = False
         try:
             into, slot.record = slot.record, None  # a record that cannot be read keeps no memory

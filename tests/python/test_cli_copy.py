@@ -873,7 +873,15 @@ class FakeTier:
         self.interrupted: Any = threading.Event()
         tier: Any = self
         self.copier = copying.Copier(
-            "", lambda: tier, "1", tier, tier, jobs=jobs, encrypted=None, interrupts=self.interrupted, **options
+            "",
+            lambda: tier,
+            "1",
+            tier,
+            tier,
+            jobs=jobs,
+            encrypted=None,
+            interrupts=self.interrupted,
+            **options,
         )
 
     def was_reset(self, *_: Any) -> bool:
@@ -921,7 +929,9 @@ def test_ctrl_c_ends_the_threads_although_its_notice_fails(
 
 
 @pytest.mark.parametrize("later", ["ctrl_c", "unreadable_epoch"])
-def test_what_happens_after_a_failure_does_not_replace_it(monkeypatch: pytest.MonkeyPatch, later: str) -> None:
+def test_what_happens_after_a_failure_does_not_replace_it(
+    monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
     monkeypatch.setattr(copying, "_INTERRUPT_SECONDS", 0.01)
     monkeypatch.setattr(copying, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(copying, "_LOOK_PAUSES", ())
@@ -947,6 +957,41 @@ def test_what_happens_after_a_failure_does_not_replace_it(monkeypatch: pytest.Mo
         tier.run(progress=progress)
     assert isinstance(raised.value, copying.CopyError)
     assert raised.value.ended == "full"
+
+
+def test_no_later_record_passes_one_that_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = FakeTier(jobs=2)
+    second_reader, lock = threading.Event(), threading.Lock()
+    begun = 0
+    begun_at_takes: list[int] = []
+
+    class Lock:
+        """A lock that shows when a thread waits for it."""
+
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                second_reader.set()
+                lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def entries() -> Iterator[copying.Entry]:
+        nonlocal begun
+        for begun, entry in enumerate(ENTRIES, 1):
+            if begun == 2:
+                second_reader.set()
+            yield entry
+
+    def take(size: int, take: Callable[[int], Any] = tier.copier._memory.take) -> Any:
+        assert second_reader.wait(PATIENCE_SECONDS)
+        begun_at_takes.append(begun)
+        return take(size)
+
+    monkeypatch.setattr(tier.copier, "_entry_lock", Lock())
+    monkeypatch.setattr(tier.copier._memory, "take", take)
+    tier.run(entries())
+    assert begun_at_takes == [entry.key[0] + 1 for entry in ENTRIES]
 
 
 # ---- bounds
