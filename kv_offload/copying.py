@@ -442,7 +442,6 @@ class Copier:
                 entry = next(entries, None)
                 if entry is None:
                     return
-                self._read_limit.wait(entry.bytes)
                 slot = self._memory.take(entry.bytes)
             if slot is None:
                 return
@@ -454,9 +453,12 @@ class Copier:
                 self._settle(outcome)
 
     def _read_one(self, entry: Entry, slot: Slot) -> Outcome | None:
-        """Returns None if the writers have the record now."""
+        """Returns None if the writers have the record now, or if the copy has ended."""
         is_passed_on = False
         try:
+            self._read_limit.wait(entry.bytes)  # after the wait for memory: else reads follow it at once
+            if self._stop.is_set():
+                return None
             into, slot.record = slot.record, None  # a record that cannot be read keeps no memory
             kind, message, slot.record = self._read(entry, into)
             if slot.record is None:

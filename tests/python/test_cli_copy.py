@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -870,7 +870,7 @@ class FakeTier:
         self.on_read: Callable[[int], None] = lambda _: None
         self.on_write: Callable[[int], str] = lambda _: "ok"
         self.on_check: Callable[[], bool] = lambda: False
-        self.interrupted: Any = threading.Event()
+        self.interrupted = cast(Any, threading.Event())
         tier: Any = self
         self.copier = copying.Copier(
             "",
@@ -992,6 +992,58 @@ def test_no_later_record_passes_one_that_waits_for_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(tier.copier._memory, "take", take)
     tier.run(entries())
     assert begun_at_takes == [entry.key[0] + 1 for entry in ENTRIES]
+
+
+class CountedLimit:
+    """A limit of reads that counts the records that it lets through."""
+
+    def __init__(self, on_wait: Callable[[int], object] = lambda _: None) -> None:
+        self.passed = 0
+        self._on_wait = on_wait
+
+    def wait(self, _: int) -> None:
+        self._on_wait(self.passed)
+        self.passed += 1
+
+
+def test_a_read_that_waits_for_memory_has_not_passed_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = when_reads_wait(monkeypatch)
+    tier, limit = FakeTier(), CountedLimit()
+    has_room = RecordMemory._has_room
+    passed_while_waiting: list[tuple[int, int]] = []
+
+    def checked(self: RecordMemory, size: int) -> bool:
+        found = has_room(self, size)
+        if not found:
+            passed_while_waiting.append((limit.passed, len(tier.read_numbers)))
+        return found
+
+    def write(_: int) -> str:
+        assert ahead.wait(PATIENCE_SECONDS)
+        return "ok"
+
+    tier.on_write = write
+    monkeypatch.setattr(RecordMemory, "_has_room", checked)
+    monkeypatch.setattr(tier.copier, "_read_limit", limit)
+    tier.run()
+    assert passed_while_waiting
+    assert all(passed == reads for passed, reads in passed_while_waiting)
+    assert limit.passed == len(ENTRIES)
+
+
+def test_a_read_that_waits_for_the_rate_does_not_follow_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = FakeTier()
+
+    def wait(passed: int) -> None:
+        if passed == 1:
+            tier.interrupted.set()
+            assert tier.copier._stop.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(copying, "_INTERRUPT_SECONDS", 0.01)
+    monkeypatch.setattr(tier.copier, "_read_limit", CountedLimit(wait))
+    with pytest.raises(KeyboardInterrupt):
+        tier.run()
+    assert tier.read_numbers == [0]
 
 
 # ---- bounds
