@@ -65,7 +65,10 @@ class RecordMemory:
         self._unused: list[Slot] = []
 
     def take(self, size: int) -> Slot | None:
-        """Waits for a slot for ``size`` bytes. Returns None after close()."""
+        """Waits for a slot for ``size`` bytes. Returns None after close().
+
+        Call it in one thread at a time: smaller records would pass a large one that waits.
+        """
         with self._changed:
             while not self._closed and not self._has_room(size):
                 self._changed.wait()

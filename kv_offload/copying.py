@@ -285,6 +285,7 @@ class Copier:
         self._to_write: SimpleQueue[tuple[Entry, Slot] | None] = SimpleQueue()  # None: ends a thread
         self._of_thread = threading.local()
         self._lock = threading.Lock()
+        self._entry_lock = threading.Lock()
         self._counting_ends = math.inf if is_counted else 0.0  # monotonic; inf: no write has been refused yet
         self._op_timeout = op_timeout
         self._interrupts = interrupts or Interrupts()
@@ -307,10 +308,16 @@ class Copier:
         try:
             self._run(pool, iter(entries), progress)
         except BaseException as error:
-            failure = error
-        if isinstance(failure, KeyboardInterrupt):
-            self._notice("waiting for the records in progress")
-        self._end(pool)
+            # A failure that has ended the copy comes first: errors may follow while reads and writes end.
+            failure = self._failure or error
+        try:
+            self._end_threads()
+            if isinstance(failure, KeyboardInterrupt):
+                self._notice("waiting for the records in progress")
+        except OSError:  # e.g. stderr is a broken pipe: the copy is interrupted anyway
+            pass
+        finally:
+            self._end(pool)
         if isinstance(failure, OSError | RuntimeError) and not isinstance(failure, CopyError):
             failure = CopyError("failed", str(failure))
         # Asked after all threads have ended, whatever the result: a reset makes every copy useless or wrong.
@@ -431,25 +438,27 @@ class Copier:
 
     def _read_entries(self, entries: Iterator[Entry]) -> None:
         while not self._stop.is_set():
-            with self._lock:
+            with self._entry_lock:  # until there is memory, so that no later entry takes it first
                 entry = next(entries, None)
-            if entry is None:
+                if entry is None:
+                    return
+                slot = self._memory.take(entry.bytes)
+            if slot is None:
                 return
             try:
-                outcome = self._read_one(entry)
+                outcome = self._read_one(entry, slot)
             except Exception as error:
                 outcome = Outcome(entry, "error", 0, "error", str(error))
             if outcome is not None:
                 self._settle(outcome)
 
-    def _read_one(self, entry: Entry) -> Outcome | None:
+    def _read_one(self, entry: Entry, slot: Slot) -> Outcome | None:
         """Returns None if the writers have the record now, or if the copy has ended."""
-        self._read_limit.wait(entry.bytes)
-        slot = self._memory.take(entry.bytes)
-        if slot is None:
-            return None
         is_passed_on = False
         try:
+            self._read_limit.wait(entry.bytes)  # after the wait for memory: else reads follow it at once
+            if self._stop.is_set():
+                return None
             into, slot.record = slot.record, None  # a record that cannot be read keeps no memory
             kind, message, slot.record = self._read(entry, into)
             if slot.record is None:

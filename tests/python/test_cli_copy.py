@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -845,6 +845,205 @@ def test_further_ctrl_c_waits_for_the_records_in_progress(
     assert report["ended"] == "interrupted"
     assert report["copied"] == len(destination.files()) >= 3
     assert result.stderr.count("waiting for the records in progress") == 1
+
+
+# ---- the threads of a copy, with tiers in this process
+
+ENTRIES = [copying.Entry(bytes([number]), 10, 0.0, str(number)) for number in range(20)]
+
+
+class FakeRecord:
+    size = 10
+    encryption_key_id = ""
+
+
+class FakeTier:
+    """Both tiers of a copy, which is interrupted when ``interrupted`` is set. ``read`` and ``write`` get the
+    number of a call from 0 on."""
+
+    where = "tier"
+    epoch = "1"
+
+    def __init__(self, *, jobs: int = 1, **options: Any) -> None:
+        self.read_numbers: list[int] = []  # of the entries, in the order of the reads
+        self.writes = 0
+        self.on_read: Callable[[int], None] = lambda _: None
+        self.on_write: Callable[[int], str] = lambda _: "ok"
+        self.on_check: Callable[[], bool] = lambda: False
+        self.interrupted = cast(Any, threading.Event())
+        tier: Any = self
+        self.copier = copying.Copier(
+            "",
+            lambda: tier,
+            "1",
+            tier,
+            tier,
+            jobs=jobs,
+            encrypted=None,
+            interrupts=self.interrupted,
+            **options,
+        )
+
+    def was_reset(self, *_: Any) -> bool:
+        return self.on_check()
+
+    def read(self, namespace: str, handle: str, into: Any) -> Any:
+        self.read_numbers.append(int(handle))
+        self.on_read(len(self.read_numbers) - 1)
+        return "ok", "", FakeRecord()
+
+    def write(self, record: Any, used: float) -> Any:
+        self.writes += 1
+        return self.on_write(self.writes - 1), "", True
+
+    def run(self, entries: Iterable[copying.Entry] = ENTRIES, **options: Any) -> None:
+        """Runs the copy. Fails if threads are left."""
+        before = set(threading.enumerate())
+        try:
+            self.copier.run(entries, **options)
+        finally:
+            left = set(threading.enumerate()) - before
+            self.copier._end_threads()  # else the threads that a defect leaves would keep pytest from its end
+            self.copier._end_writers()
+            assert not left
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(BrokenPipeError(), KeyboardInterrupt), (ValueError("closed file"), ValueError)]
+)
+def test_ctrl_c_ends_the_threads_although_its_notice_fails(
+    error: Exception, raised: type[BaseException]
+) -> None:
+    has_ended: list[bool] = []
+
+    def notice(_: str) -> None:
+        has_ended.append(tier.copier._stop.is_set())
+        raise error
+
+    tier = FakeTier(notice=notice)
+    tier.interrupted.set()
+    with pytest.raises((KeyboardInterrupt, OSError, ValueError)) as caught:
+        tier.run()
+    assert caught.type is raised
+    assert has_ended == [True]
+
+
+@pytest.mark.parametrize("later", ["ctrl_c", "unreadable_epoch"])
+def test_what_happens_after_a_failure_does_not_replace_it(
+    monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    monkeypatch.setattr(copying, "_INTERRUPT_SECONDS", 0.01)
+    monkeypatch.setattr(copying, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(copying, "_LOOK_PAUSES", ())
+    ending = at_the_end(monkeypatch)
+    tier = FakeTier()
+
+    def read(number: int) -> None:
+        if number > 0:  # the read in progress, for which the copy waits
+            assert ending.wait(PATIENCE_SECONDS)
+
+    def check() -> bool:
+        if later == "unreadable_epoch" and tier.copier._failure is not None and not ending.is_set():
+            raise RuntimeError("no answer")
+        return False
+
+    def progress(_: copying.Totals) -> None:
+        if later == "ctrl_c" and tier.copier._failure is not None:
+            tier.interrupted.set()
+
+    tier.on_read, tier.on_check = read, check
+    tier.on_write = lambda _: "no_space"
+    with pytest.raises((copying.CopyError, KeyboardInterrupt)) as raised:
+        tier.run(progress=progress)
+    assert isinstance(raised.value, copying.CopyError)
+    assert raised.value.ended == "full"
+
+
+def test_no_later_record_passes_one_that_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = FakeTier(jobs=2)
+    second_reader, lock = threading.Event(), threading.Lock()
+    begun = 0
+    begun_at_takes: list[int] = []
+
+    class Lock:
+        """A lock that shows when a thread waits for it."""
+
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                second_reader.set()
+                lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def entries() -> Iterator[copying.Entry]:
+        nonlocal begun
+        for begun, entry in enumerate(ENTRIES, 1):
+            if begun == 2:
+                second_reader.set()
+            yield entry
+
+    def take(size: int, take: Callable[[int], Any] = tier.copier._memory.take) -> Any:
+        assert second_reader.wait(PATIENCE_SECONDS)
+        begun_at_takes.append(begun)
+        return take(size)
+
+    monkeypatch.setattr(tier.copier, "_entry_lock", Lock())
+    monkeypatch.setattr(tier.copier._memory, "take", take)
+    tier.run(entries())
+    assert begun_at_takes == [entry.key[0] + 1 for entry in ENTRIES]
+
+
+class CountedLimit:
+    """A limit of reads that counts the records that it lets through."""
+
+    def __init__(self, on_wait: Callable[[int], object] = lambda _: None) -> None:
+        self.passed = 0
+        self._on_wait = on_wait
+
+    def wait(self, _: int) -> None:
+        self._on_wait(self.passed)
+        self.passed += 1
+
+
+def test_a_read_that_waits_for_memory_has_not_passed_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = when_reads_wait(monkeypatch)
+    tier, limit = FakeTier(), CountedLimit()
+    has_room = RecordMemory._has_room
+    passed_while_waiting: list[tuple[int, int]] = []
+
+    def checked(self: RecordMemory, size: int) -> bool:
+        found = has_room(self, size)
+        if not found:
+            passed_while_waiting.append((limit.passed, len(tier.read_numbers)))
+        return found
+
+    def write(_: int) -> str:
+        assert ahead.wait(PATIENCE_SECONDS)
+        return "ok"
+
+    tier.on_write = write
+    monkeypatch.setattr(RecordMemory, "_has_room", checked)
+    monkeypatch.setattr(tier.copier, "_read_limit", limit)
+    tier.run()
+    assert passed_while_waiting
+    assert all(passed == reads for passed, reads in passed_while_waiting)
+    assert limit.passed == len(ENTRIES)
+
+
+def test_a_read_that_waits_for_the_rate_does_not_follow_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = FakeTier()
+
+    def wait(passed: int) -> None:
+        if passed == 1:
+            tier.interrupted.set()
+            assert tier.copier._stop.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(copying, "_INTERRUPT_SECONDS", 0.01)
+    monkeypatch.setattr(tier.copier, "_read_limit", CountedLimit(wait))
+    with pytest.raises(KeyboardInterrupt):
+        tier.run()
+    assert tier.read_numbers == [0]
 
 
 # ---- bounds
