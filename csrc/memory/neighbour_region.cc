@@ -144,7 +144,8 @@ bool NeighbourRegion::is_alive() {
 
 void NeighbourRegion::remove_name() const {
   struct stat opened {};
-  if (!is_named() || ::fstat(fd_, &opened) != 0 || opened.st_nlink != 1) return;
+  // In this order: a start may remove the shared name of a kept region at any time and then locks the file.
+  if (::fstat(fd_, &opened) != 0 || opened.st_nlink != 1 || !is_named()) return;
   if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) return;
   if (is_named()) ::unlink(path_.c_str());
   (void)::flock(fd_, LOCK_UN);
