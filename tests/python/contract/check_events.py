@@ -444,6 +444,9 @@ def test_a_chunk_that_was_read_is_published_when_vllm_has_its_tokens(
     assert reads.events("-") == [("BlockRemoved", "CPU", 0)]
     assert reads.events("-", tier="fs") == [("BlockRemoved", "STORAGE", 0)]
     assert described.tracker._pending_event_metadata == {}
+    assert reads.events("+", described.keys[2]) == []
+    forms = described.tracker.kv_offload_state._forms
+    assert [form.medium.name for form in forms] == ["CPU", "STORAGE"], "equal stores share their attributes"
 
 
 def test_the_removal_of_a_chunk_cancels_its_store_on_that_medium(described: Described) -> None:
