@@ -671,7 +671,10 @@ class TieredCache:
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Returns the keys that are neither in host memory nor being fetched."""
     def take_events(self) -> list[tuple[list[bytes], bool, bool, str]]:
-        """Returns (keys, on storage, removed, tier name) of each event."""
+        """Returns (keys, on storage, removed, tier name) of each event.
+
+        Chunks of a neighbour are only reported as removed, when no request uses them any more.
+        """
     def publish_gauges(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def tier_stats(self, tier: int) -> dict[str, Any]:

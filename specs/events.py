@@ -253,7 +253,8 @@ def describe_chunks(*, whole: bool) -> None:
             yield from original(self, event)
             return
         state, payloads = _state_of(self), self._pending_event_metadata
-        keys = [key for key in event.keys if key in payloads or not state.withhold(key, event)]
+        form = state.form_of(event)
+        keys = [key for key in event.keys if key in payloads or not state.withhold(key, form)]
         if event.medium is compat.Medium.STORAGE and not event.removal_expected:
             for key in keys:
                 if key in payloads and len(payloads[key].block_hashes) > 1:
@@ -314,41 +315,51 @@ class _TrackerState:
         # The joined hashes of the blocks of chunks on servers that evict silently. As for _withheld,
         # AdvertisedChunks limits the number of keys.
         self.blocks: dict[bytes, bytes] = {}
-        self._withheld: dict[bytes, dict[Any, Any]] = {}  # key -> medium -> event
+        self._withheld: dict[Any, dict[bytes, Any]] = {}  # medium -> key -> the store's form
+        self._forms: list[Any] = []  # a few: shared by the withheld stores, of which there may be a million
         self._described: dict[bytes, None] = {}  # of _withheld: they can be published
         self._without_payloads: set[int] = set()  # groups
 
-    def withhold(self, key: bytes, event: Any) -> bool:
+    def form_of(self, event: Any) -> Any:
+        """Returns the event without its keys. Equal events have one form."""
+        form = replace(event, keys=[])
+        for known in self._forms:
+            if known == form:
+                return known
+        self._forms.append(form)
+        return form
+
+    def withhold(self, key: bytes, form: Any) -> bool:
         """Withholds the store of a chunk without a payload; returns False if its group never has one."""
         if compat.group_of(key) in self._without_payloads:
             return False
-        self._withheld.setdefault(key, {})[event.medium] = replace(event, keys=[key])
+        self._withheld.setdefault(form.medium, {})[key] = form
         return True
 
     def cancel(self, key: bytes, medium: Any) -> bool:
         """Drops a withheld store, because the chunk was removed; returns False if there is none."""
-        by_medium = self._withheld.get(key)
-        if by_medium is None or by_medium.pop(medium, None) is None:
-            return False
-        if not by_medium:
-            del self._withheld[key]
-            self._described.pop(key, None)
-        return True
+        return self._withheld.get(medium, {}).pop(key, None) is not None
 
     def recorded(self, key: bytes) -> None:
         """Publishes the withheld stores of a chunk with the next events."""
-        if key in self._withheld:
+        if any(key in stores for stores in self._withheld.values()):
             self._described[key] = None
 
     def never_described(self, group: int) -> None:
         """Publishes the withheld stores of a group without payloads with the next events."""
         if group not in self._without_payloads:
             self._without_payloads.add(group)
-            self._described.update((key, None) for key in self._withheld if compat.group_of(key) == group)
+            for stores in self._withheld.values():
+                self._described.update((key, None) for key in stores if compat.group_of(key) == group)
 
     def take_described(self) -> list[Any]:
         """Returns the withheld stores that can be published."""
-        events = [event for key in self._described for event in self._withheld.pop(key).values()]
+        events = [
+            replace(stores.pop(key), keys=[key])
+            for key in self._described
+            for stores in self._withheld.values()
+            if key in stores
+        ]
         self._described.clear()
         return events
 

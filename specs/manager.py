@@ -416,15 +416,13 @@ class KVOffloadManager(OffloadingManager):
                     self._unreported.difference_update(keys)
         if self._options.describes_events:
             for keys, on_tier, removed, _ in changes:
-                if not on_tier and removed:  # found by a request, but not loaded: no removal is published
+                if not on_tier and removed:  # not advertised, but found by a request: no removal is published
                     self._unstored += self._advertised.unknown(keys)
         yield from self._advertised.translate(changes)
         if self._loaded:
             missing = set(self._cache.absent(self._loaded))
             yield from self._advertised.found([key for key in self._loaded if key not in missing])
             self._loaded.clear()
-            if self._options.describes_events:
-                self._unstored += missing  # chunks of a neighbour, among others
         if self._unstored:
             unstored = self._cache.absent(self._unstored)
             if unstored:

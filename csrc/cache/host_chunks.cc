@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <new>
 
 #include "base/make_room.h"
 #include "base/status.h"
@@ -178,18 +179,24 @@ void HostChunks::return_borrowed(bool all) {
   const std::size_t most = all ? borrowed_.size() : LentRows::kRowsPerPoll;
   remove_some(borrowed_, &next_borrowed_, most, [&](const Borrowed& one) {
     if (index_.at(one.slot).pins > 1 || (!all && now_ - one.at < kMoment)) return false;
-    drop_borrowed(one.slot);
-    return true;
+    return drop_borrowed(one.slot);
   });
 }
 
-void HostChunks::drop_borrowed(Slot slot) {
+// Returns false if memory for the event runs out: the chunk is then returned later.
+bool HostChunks::drop_borrowed(Slot slot) {
   const ChunkEntry& entry = index_.at(slot);
   const RowId row = entry.row;
+  try {
+    events_.host_lost(entry.key);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
   if (on_removed_) on_removed_(entry);
   index_.unpin(slot);
   index_.erase(slot);
   neighbours_->release(row);
+  return true;
 }
 
 bool HostChunks::take_use(Slot slot) {

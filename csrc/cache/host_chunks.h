@@ -101,7 +101,8 @@ class HostChunks {
   bool is_borrowed(Slot slot) const { return at(slot).origin == ChunkOrigin::kNeighbour; }
   unsigned neighbour_of(Slot slot) const { return neighbours_->number_of(at(slot).row); }
   // Drops borrowed chunks that nothing uses: all, or those borrowed at least a moment ago, of which one call
-  // visits LentRows::kRowsPerPoll at most.
+  // visits LentRows::kRowsPerPoll at most. Reports each as lost, although it was never reported as present:
+  // a request has found it.
   void return_borrowed(bool all);
   // True if a neighbour reads the chunk now, or has used it since the last call: the chunk is not a victim
   // then.
@@ -292,7 +293,7 @@ class HostChunks {
   bool is_own(RowId row) const { return !neighbours_ || !neighbours_->owns(row); }
   void free_or_lend(RowId row);
   const ChunkEntry* borrow_now(const ChunkKey& key, std::uint32_t group);
-  void drop_borrowed(Slot slot);
+  bool drop_borrowed(Slot slot);
   void access_as(Slot slot, std::uint32_t request, std::int8_t priority, TenantId tenant);
   void claim_now(Slot slot, std::uint32_t family, bool is_new);
   bool take_over(const RowTable::Row& row);

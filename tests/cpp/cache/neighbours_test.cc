@@ -18,6 +18,7 @@
 #include "memory/shared_file.h"
 #include "memory/sharing_engine.h"
 #include "memory/shm_fixture.h"
+#include "out_of_memory.h"
 #include "step_watch.h"
 
 namespace kv_offload {
@@ -281,6 +282,35 @@ TEST_F(SharedMemory, lookups_without_a_load_release_the_row_with_their_request) 
   EXPECT_EQ(b->cache->stats().borrowed_chunks, 0u);
   for (int round = 0; round < 4; ++round) store(*a, numbered(fmt::format("flood{}-", round), 8));
   EXPECT_EQ(a->cache->stats().lent_chunks, 0u);
+}
+
+TEST_F(SharedMemory, a_chunk_that_was_found_at_a_neighbour_is_reported_as_lost_when_it_is_returned) {
+  const auto a = engine();
+  WorldOptions made = options();
+  made.cache.keep_events = true;
+  World b(made);
+  meet({a.get(), &b});
+  store(*a, {"x", "y"});
+  const RequestHandle request = b.cache->begin_request("r", {});
+  for (const ChunkKey& key : keys_of({"x", "y"}))
+    ASSERT_EQ(b.cache->lookup(request, key), LookupResult::kHit);
+  EXPECT_THAT(b.cache->take_events(), IsEmpty());
+  const RequestHandle other = b.cache->begin_request("without lookups", {});
+  b.cache->end_request(request);
+  {
+    const testing::FailingAllocation once(0);  // for the event of one chunk, which is returned later
+    b.cache->end_request(other);
+    EXPECT_TRUE(once.came());
+  }
+  EXPECT_EQ(b.cache->stats().borrowed_chunks, 1u);
+  b.clock.advance(std::chrono::seconds(1));
+  b.cache->end_step();
+  EXPECT_EQ(b.cache->stats().borrowed_chunks, 0u);
+  const auto events = b.cache->take_events();
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_TRUE(events[0].removed);
+  EXPECT_FALSE(events[0].storage);
+  EXPECT_THAT(events[0].keys, ::testing::UnorderedElementsAre(key_of("x"), key_of("y")));
 }
 
 TEST_F(SharedMemory, a_request_that_may_not_load_from_host_memory_borrows_nothing) {

@@ -395,12 +395,16 @@ def test_the_payload_of_an_advertised_chunk_is_kept_and_not_checked_again(descri
     described.check(1)
 
 
-def test_without_tokens_no_payload_is_dropped() -> None:
+def test_without_tokens_no_payload_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(events=True, model_id="model")
     engine.store(keys(1), engine.request())
     engine.manager._loaded += keys(1, 2)  # the second is in the memory of another engine
     (event,) = engine.manager.take_events()
     assert (event.keys, event.removed) == (keys(1), False)
+    with monkeypatch.context() as patch:
+        core = SimpleNamespace(take_events=lambda: [(keys(2), False, True, "")], absent=list)
+        patch.setattr(engine.manager, "_cache", core)
+        assert list(engine.manager.take_events()) == []
     engine.stop()
 
 
@@ -444,6 +448,9 @@ def test_a_chunk_that_was_read_is_published_when_vllm_has_its_tokens(
     assert reads.events("-") == [("BlockRemoved", "CPU", 0)]
     assert reads.events("-", tier="fs") == [("BlockRemoved", "STORAGE", 0)]
     assert described.tracker._pending_event_metadata == {}
+    assert reads.events("+", described.keys[2]) == []
+    forms = described.tracker.kv_offload_state._forms
+    assert [form.medium.name for form in forms] == ["CPU", "STORAGE"], "equal stores share their attributes"
 
 
 def test_the_removal_of_a_chunk_cancels_its_store_on_that_medium(described: Described) -> None:

@@ -110,10 +110,9 @@ class RouterIndex:
         """
         held = tuple(self.held[medium])  # another thread may change it
         tracker = self.engine.scheduler.connector.connector_scheduler._events_tracker
-        withheld = tuple(getattr(tracker, "kv_offload_state", _TrackerState())._withheld.items())
-        return {bytes(base.make_offload_key(block, group)) for group, block in held} | {
-            key for key, media in withheld if base.Medium[medium] in media
-        }
+        state = getattr(tracker, "kv_offload_state", _TrackerState())
+        withheld = tuple(state._withheld.get(base.Medium[medium], ()))
+        return {bytes(base.make_offload_key(block, group)) for group, block in held}.union(withheld)
 
     def advertised(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """Returns the length of the longest prefix of ``tokens`` that all groups have, in tokens."""

@@ -24,6 +24,8 @@ import pytest
 
 adapter.use_specs()
 
+from vllm.v1.request import RequestStatus  # noqa: E402
+
 from kv_offload import _core  # noqa: E402
 from oracle.check_life_cycles import DESCRIBING, Published, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
@@ -133,13 +135,20 @@ def test_a_reset_ends_the_sharing_of_one_engine_and_the_other_keeps_its_chunks()
         _check_at_rest(owner)
 
 
-def test_loaded_chunks_of_a_neighbour_leave_no_payload_and_no_event() -> None:
+def test_chunks_of_a_neighbour_leave_no_payload_and_no_event() -> None:
     asked = prompts(3)
     with two_engines(DESCRIBING) as (owner, reader):
         ask_again(owner, asked)
         published = Published(reader)
         assert ask_again(reader, asked) == [WHOLE] * 3
         assert hit_tokens(reader, "neighbour") > 0
+        assert payloads(reader) == []
+        reader.add("aborted", asked[0], 1)
+        found = reader.scheduler.connector.get_num_new_matched_tokens(reader.scheduler.requests["aborted"], 0)
+        assert found == (WHOLE, True)
+        assert len(payloads(reader)) == WHOLE // DESCRIBING.block_size
+        reader.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+        reader.step_idle()
         assert payloads(reader) == []
         assert not published.held
 
