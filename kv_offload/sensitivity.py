@@ -13,6 +13,11 @@ from typing import Any
 
 from kv_offload.calibration import BLOCK
 
+# As the encoder (refine_small_groups in csrc/record/lossy_section.cc): of each TILE tokens, those that are
+# smaller than the mean by more than NEAR octaves have an error that is lowered by the cube of the rest.
+_TILE = 16
+_NEAR = 0.5
+
 Heads = list[list[float]]  # by head and 64 channels
 
 
@@ -44,8 +49,8 @@ def sensitivities(
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[tuple[Heads, Heads]], list[tuple[int, int]]]:
     """Returns the sensitivity of keys and of values by layer, head and 64 channels: the mean KL divergence
-    per evaluated token at a relative error of 1 of these channels alone. Also returns the channels of a key
-    and of a value, by layer.
+    per evaluated token at a relative error of 1 of these channels alone, lowered for small tokens as by the
+    encoder. Also returns the channels of a key and of a value, by layer.
 
     ``model``: a causal language model of transformers. ``segments``: lists of token ids. The cache of their
     first ``prefix`` tokens is disturbed, and the others are evaluated. ``draws``: of tokens from each
@@ -127,15 +132,28 @@ def _of_segment(
 
 
 def _by_block(numbers: Any, information: Any) -> Any:
-    """Returns [head, block]: half the information times the variance of an error of 1."""
+    """Returns [head, block]: half the information times the variance of an error of 1, which is lower for
+    small tokens."""
     import torch
 
     heads = []
     for begin in range(0, numbers.shape[3], BLOCK):
         part = numbers[0, :, :, begin : begin + BLOCK]
         variance = (part**2).sum(-1) / part.shape[-1]
+        variance = variance * _lowered(variance) ** 2
         heads.append(0.5 * (variance * information[0, :, :, begin : begin + BLOCK].sum(-1)).sum(1))
     return torch.stack(heads, 1)
+
+
+def _lowered(variance: Any) -> Any:
+    """Returns [head, token]: by how much the encoder multiplies the bound of a token with this variance."""
+    import torch
+
+    octaves = [
+        part - part.mean(1, keepdim=True)
+        for part in (variance.clamp_min(torch.finfo(variance.dtype).tiny).log2() / 2).split(_TILE, 1)
+    ]
+    return torch.exp2(3 * (torch.cat(octaves, 1) + _NEAR).clamp_max(0))
 
 
 def _reason(error: Exception) -> str:

@@ -119,6 +119,8 @@ std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, S
   if (*period == 0) *period = section.find_period(raw.size() / bounds.group_bytes);
   const std::size_t used_period = std::max(*period, std::size_t{1});
   const auto whole_tiles = raw.first(lossy_section_bytes(blocks.left(), used_period, element));
+  if (bounds.factors != nullptr && *period != 0)
+    section.refine_small_groups(kernels.quantizer, whole_tiles, element, bounds, *period);
   const auto encoded = section.encode(kernels, whole_tiles, element, used_period, out);
   if (!encoded) return std::nullopt;
   std::size_t used = *encoded;

@@ -324,6 +324,86 @@ TEST_F(LossyCodecTest, factors_lower_the_bounds_of_their_groups) {
   }
 }
 
+// Tokens with six groups of numbers, times the size of the token. In each group of a token, 20 other channels
+// are larger than the rest, so that the period is found.
+Bytes tokens_of(const std::vector<float>& sizes, Element element) {
+  std::mt19937 random(7);
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  std::vector<std::uint16_t> numbers;
+  for (const float size : sizes) {
+    for (std::size_t i = 0; i < std::size_t{6} * 64; ++i) {
+      const bool is_large = i % 64 / 9 >= i / 64 && i % 64 < 9 * (i / 64) + 20;
+      const float value = size * (is_large ? 4 : 1) * uniform(random);
+      const float normal = std::copysign(std::max(std::fabs(value), 1e-4F), value);
+      if (size == 0) {
+        numbers.push_back(0);
+      } else if (size_of(element) == 1) {
+        numbers.push_back(fp8_of(value, element));
+      } else {
+        numbers.push_back(element == Element::kBf16 ? bf16_of(value) : fp16_of(normal));
+      }
+    }
+  }
+  return bytes_in(numbers, element);
+}
+
+TEST_F(LossyCodecTest, a_calibration_lowers_the_bounds_of_groups_that_are_small_in_their_tile) {
+  constexpr double kBound = 0.3;
+  constexpr std::size_t kTile = 16;
+  std::vector<float> sizes(10 * kTile, 8);
+  sizes[0] = 1;      // lowered to the least bound
+  sizes[21] = 3;     // lowered
+  sizes[40] = 6.8F;  // near the mean
+  sizes[48] = 3;     // lowered, among zeros
+  std::fill_n(sizes.begin() + 49, 10, 0.0F);
+  std::fill_n(sizes.begin() + 9 * kTile, kTile, 1.0F);  // all alike
+  const BoundFactors all(std::vector<float>(6, 1), 1);
+  for (const Element element : kNumbers) {
+    const Bytes payload = tokens_of(sizes, element);
+    const Encoded made = encoded({payload}, element, {kBound, kBound}, {}, &all);
+    const Encoded plain = encoded({payload}, element, {kBound, kBound}, {});
+    ASSERT_FALSE(made.bytes.empty() || plain.bytes.empty());
+    ASSERT_EQ(made.bytes[0], std::byte{6}) << "the period";
+    EXPECT_GT(made.bytes.size(), plain.bytes.size());
+    const std::vector<double> losses =
+        losses_of_groups(payload, decoded(made.bytes, element, payload.size()), element);
+    const std::vector<double> plain_losses =
+        losses_of_groups(payload, decoded(plain.bytes, element, payload.size()), element);
+    for (std::size_t group = 0; group < losses.size(); ++group) {
+      const std::size_t token = group / 6;
+      if (token != 0 && token != 21 && token != 48) {
+        EXPECT_EQ(losses[group], plain_losses[group]) << token;
+        continue;
+      }
+      double sum = 0, count = 0;
+      for (std::size_t each = token / kTile * kTile; each < (token / kTile + 1) * kTile; ++each) {
+        sum += sizes[each] == 0 ? 0 : std::log2(double{sizes[each]});
+        count += sizes[each] == 0 ? 0 : 1;
+      }
+      const double below = sum / count - std::log2(double{sizes[token]}) - 0.5;
+      const double bound = std::max(kBound * std::exp2(-3 * below), LossyCodec::kLeastError);
+      EXPECT_LE(losses[group], 2 * bound) << "steps are powers of 2^(1/8), " << token;
+      if (size_of(element) == 2) {
+        EXPECT_GT(losses[group], 0.45 * bound) << token;  // fp8 may be exact
+      }
+      EXPECT_GT(plain_losses[group], 0.6 * kBound) << "without a calibration, " << token;
+      if (token == 0) {
+        EXPECT_LE(losses[group], LossyCodec::kLeastError);
+      }
+    }
+    for (std::size_t variant = 0; variant < LossyCodec::variants(); ++variant) {
+      LossyCodec other(variant);
+      const Shard shard(const_cast<std::byte*>(payload.data()), payload.size());
+      Bytes out(LossyCodec::encoded_bytes_at_most({&shard, 1}));
+      std::uint64_t used = 0;
+      Loss loss;
+      ASSERT_TRUE(other.encode({&shard, 1}, element, {kBound, kBound}, {}, &all, out, &used, &loss).is_ok());
+      out.resize(used);
+      EXPECT_TRUE(out == made.bytes) << other.instructions();
+    }
+  }
+}
+
 TEST_F(LossyCodecTest, a_payload_that_does_not_fit_the_factors_is_not_encoded) {
   const BoundFactors of_two(std::vector<float>(12, 0.5F), 2);
   const Bytes shard = kv_of(80, 3, Element::kBf16);  // 480 groups

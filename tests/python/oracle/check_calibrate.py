@@ -21,7 +21,7 @@ from kv_offload.specs import identity  # noqa: E402
 from kv_offload.calibration import Calibration, LayerFactors  # noqa: E402
 from kv_offload.cli import app, calibrate_command  # noqa: E402
 from kv_offload.model_identity import model_identity  # noqa: E402
-from kv_offload.sensitivity import sensitivities  # noqa: E402
+from kv_offload.sensitivity import _lowered, sensitivities  # noqa: E402
 
 MODEL = {"name": "org/model", "revision": "abc"}
 SEGMENT = calibrate_command.PREFIX + calibrate_command.EVALUATED
@@ -75,6 +75,20 @@ def test_sensitivities_predict_the_divergence() -> None:
         (expected,) = found[layer][kind][head]
         ratio = sum(divergences) / len(divergences) / error**2 / expected
         assert 0.6 < ratio < 1.6, (layer, kind, head, ratio)
+
+
+def test_the_errors_of_small_tokens_are_lowered_as_by_the_encoder() -> None:
+    sizes = torch.ones(1, 40)
+    sizes[0, 3] = 1 / 8
+    sizes[0, 20] = 0.8  # less than half an octave below the mean
+    sizes[0, 32:] = 1 / 8  # all tokens of the last tile, which is not whole
+    sizes[0, 33] = 0
+    lowered = _lowered(sizes**2)
+    expected = torch.ones(1, 40)
+    expected[0, 3] = 2.0 ** (3 * (0.5 - 3 + 3 / 16))
+    expected[0, 33] = lowered[0, 33]
+    assert torch.allclose(lowered, expected, rtol=1e-4)
+    assert 0 <= lowered[0, 33] < 1e-6
 
 
 class Tokenizer:
