@@ -5,7 +5,8 @@
 
 The model is SmolLM2-135M-Instruct, as in lossy_curves.py, which names the packages. The KV cache of a prompt
 is encoded and restored with each pair of bounds by the C++ codec, in records of 1.8 MiB in vLLM's layout
-LBNHC. The baseline is the exact cache in bfloat16. Decoding is greedy; arithmetic is float32.
+LBNHC. With ``--calibrated`` also with a bound that a calibration on the other text lowers. The baseline is
+the exact cache in bfloat16. Decoding is greedy; arithmetic is float32.
 
 - Continuations: 1,000 distinct prefixes of 129 tokens, half of them from this repository's documentation,
   half from its C++ sources. The cache of 128 tokens is restored; the model then evaluates the last token of
@@ -26,14 +27,25 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lossy_curves import TEXTS, TILE, Cache, Model, codec_restores
 from payload_codec import text_of
 from reporting import describe_machine, echo, write_results
 
-BOUNDS = ((0.02, 0.02), (0.05, 0.05), (0.05, 0.125), (0.1, 0.1))  # (keys, values)
+
+class Bounds(NamedTuple):
+    keys: float
+    values: float
+    calibrated: bool = False  # lowered by the factors of a calibration on the other text
+
+    @property
+    def name(self) -> str:
+        return f"{self.keys}:{self.values}{' calibrated' if self.calibrated else ''}"
+
+
+BOUNDS = [Bounds(0.02, 0.02), Bounds(0.05, 0.05), Bounds(0.05, 0.125), Bounds(0.1, 0.1)]
 PREFIX = 128  # tokens in the cache of a continuation
 TOKENS = 16  # of a continuation
 BATCH = 25  # prefixes evaluated together
@@ -66,59 +78,76 @@ def parted(cache: Cache, sequences: int) -> np.ndarray:
     return np.ascontiguousarray(parts.transpose(0, 1, 3, 2, 4, 5))
 
 
+class Codec:
+    """Encodes and restores the caches of one text with each of ``bounds``."""
+
+    def __init__(self, program: Path, model: Model, text: str, bounds: Sequence[Bounds]) -> None:
+        self._program = program
+        self.bounds = bounds
+        others = [place for name, place in TEXTS.items() if name != text]
+        self._factors = model.factors(others[0]) if any(each.calibrated for each in bounds) else None
+
+    def restores(self, cache: Cache, bounds: Bounds) -> tuple[Cache, float]:
+        """Returns the restored cache and the ratio of its records."""
+        factors = self._factors if bounds.calibrated else None
+        restored, figures = codec_restores(self._program, cache, bounds.keys, bounds.values, factors=factors)
+        return restored, figures["ratio"]
+
+
 class Agreement:
-    """Compares the continuations of one text with those of the exact cache, for each pair of bounds."""
+    """Compares the continuations of one text with those of the exact cache, for all bounds of its codec."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, codec: Codec) -> None:
         self.text = text
-        self.alike: dict[tuple[float, float], list[int]] = {bounds: [] for bounds in BOUNDS}
-        self.ratios: dict[tuple[float, float], list[float]] = {bounds: [] for bounds in BOUNDS}
+        self._codec = codec
+        self.alike: dict[Bounds, list[int]] = {bounds: [] for bounds in codec.bounds}
+        self.ratios: dict[Bounds, list[float]] = {bounds: [] for bounds in codec.bounds}
 
-    def add(self, program: Path, model: Model, batch: Any) -> None:
+    def add(self, model: Model, batch: Any) -> None:
         """Adds prefixes, [sequence][PREFIX + 1]."""
         exact = model.caches_of(batch[:, :PREFIX])
         whole = joined(exact)
         versions = [exact]
-        for bounds in BOUNDS:
-            restored, figures = codec_restores(program, whole, *bounds)
+        for bounds in self.alike:
+            restored, ratio = self._codec.restores(whole, bounds)
             versions.append(parted(restored, len(batch)))
-            self.ratios[bounds].append(figures["ratio"])
+            self.ratios[bounds].append(ratio)
         # All versions in one batch, so that they are computed alike.
         last = batch[:, PREFIX:].repeat(len(versions), 1)
         found = model.continued(last, np.concatenate(versions, 2), TOKENS)
         found = found.reshape(len(versions), len(batch), TOKENS)
-        for bounds, tokens in zip(BOUNDS, found[1:], strict=True):
+        for bounds, tokens in zip(self.alike, found[1:], strict=True):
             differs = np.concatenate([tokens != found[0], np.ones((len(batch), 1), bool)], 1)
             self.alike[bounds] += differs.argmax(1).tolist()  # tokens before the first difference
 
     def state(self) -> dict[str, Any]:
         """Returns all results for ``restore``, as JSON can hold them."""
-        return {
-            f"{keys}:{values}": [self.alike[keys, values], self.ratios[keys, values]]
-            for keys, values in BOUNDS
-        }
+        return {bounds.name: [self.alike[bounds], self.ratios[bounds]] for bounds in self.alike}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes the results of an interrupted run."""
-        for keys, values in BOUNDS:
-            self.alike[keys, values], self.ratios[keys, values] = state[f"{keys}:{values}"]
+        for bounds in self.alike:
+            self.alike[bounds], self.ratios[bounds] = state[bounds.name]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the results for each pair of bounds."""
+        """Returns the results for all bounds."""
         rows = []
-        for keys, values in BOUNDS:
-            alike = np.array(self.alike[keys, values])
-            row = {"text": self.text, "keys": keys, "values": values, "prefixes": len(alike)}
-            row |= {"ratio": float(np.mean(self.ratios[keys, values]))}
+        for bounds in self.alike:
+            alike = np.array(self.alike[bounds])
+            row: dict[str, Any] = {"text": self.text} | bounds._asdict() | {"prefixes": len(alike)}
+            row |= {"ratio": float(np.mean(self.ratios[bounds]))}
             row |= {"same_first": int((alike > 0).sum()), "same_all": int((alike == TOKENS).sum())}
             rows.append(row | {"same_tokens": int(alike.sum())})
         return rows
 
 
-def continuations(program: Path, model: Model, count: int, progress: Path | None) -> list[dict[str, Any]]:
-    """Returns the agreement with the exact cache for each text and pair of bounds.
+def continuations(
+    codecs: dict[str, Codec], model: Model, count: int, progress: Path | None
+) -> list[dict[str, Any]]:
+    """Returns the agreement with the exact cache for each text and all bounds.
 
-    ``progress`` receives the results after each batch. Begins after those that it has for the same prefixes.
+    ``progress`` receives the results after each batch. Begins after those that it has for the same prefixes
+    and bounds.
     """
     sequences = count // len(TEXTS)
     texts = {
@@ -127,8 +156,10 @@ def continuations(program: Path, model: Model, count: int, progress: Path | None
     }
     for ids in texts.values():
         assert len({tuple(each) for each in ids.tolist()}) == sequences, "the prefixes are distinct"
-    found = {text: Agreement(text) for text in texts}
-    prefixes = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in texts.values())).hexdigest()
+    found = {text: Agreement(text, codecs[text]) for text in texts}
+    work = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in texts.values()))
+    work.update(repr([codec.bounds for codec in codecs.values()]).encode())
+    prefixes = work.hexdigest()
     saved = json.loads(progress.read_text()) if progress and progress.exists() else {}
     done = saved["done"] if saved.get("prefixes") == prefixes else 0
     for text, agreement in found.items():
@@ -136,10 +167,10 @@ def continuations(program: Path, model: Model, count: int, progress: Path | None
             agreement.restore(saved["found"][text])
     for begin in range(done, sequences, BATCH):
         for text, ids in texts.items():
-            found[text].add(program, model, ids[begin : begin + BATCH])
+            found[text].add(model, ids[begin : begin + BATCH])
         for row in (row for agreement in found.values() for row in agreement.rows()):
             echo(
-                f"    {row['text']}, {row['keys']}:{row['values']}: ratio {row['ratio']:.2f}, same next "
+                f"    {row['text']}, {name_of(row)}: ratio {row['ratio']:.2f}, same next "
                 f"token {row['same_first']} of {row['prefixes']}, same {TOKENS} tokens {row['same_all']}, "
                 f"tokens before the first difference {row['same_tokens'] / row['prefixes'] / TOKENS:.3f}"
             )
@@ -161,13 +192,13 @@ def needle_prompt(model: Model, filler: Sequence[int], length: int, depth: float
     return [*filler[:at], *needle, *filler[at:room], *question]
 
 
-def needles(program: Path, model: Model, length: int, per_depth: int) -> list[dict[str, Any]]:
-    """Returns for each depth and pair of bounds how many of the numbers are found."""
+def needles(codec: Codec, model: Model, length: int, per_depth: int) -> list[dict[str, Any]]:
+    """Returns for each depth and all bounds how many of the numbers are found."""
     draw = random.Random(length)
     filler = model.encode(text_of(*TEXTS["prose"]), 3 * length)[0].tolist()
     rows = []
     for depth in DEPTHS:
-        found: dict[tuple[float, float], int] = {bounds: 0 for bounds in BOUNDS}
+        found = {bounds: 0 for bounds in codec.bounds}
         counted, prompts = 0, 0
         for _ in range(per_depth):
             number = str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS))
@@ -181,17 +212,22 @@ def needles(program: Path, model: Model, length: int, per_depth: int) -> list[di
             if not answers(model, batch[:, cached:], exact, number):
                 continue
             counted += 1
-            for bounds in BOUNDS:
-                restored, _ = codec_restores(program, exact[:, :, 0], *bounds)
+            for bounds in codec.bounds:
+                restored, _ = codec.restores(exact[:, :, 0], bounds)
                 found[bounds] += answers(model, batch[:, cached:], restored[:, :, None], number)
-        for (keys, values), right in found.items():
-            rows.append({"length": length, "depth": depth, "keys": keys, "values": values})
+        for bounds, right in found.items():
+            rows.append(bounds._asdict() | {"length": length, "depth": depth})
             rows[-1] |= {"prompts": prompts, "counted": counted, "found": right}
         echo(
             f"    {length} tokens, depth {depth}: the exact cache finds {counted} of {prompts}; restored: "
-            + ", ".join(f"{keys}:{values} {right}" for (keys, values), right in found.items())
+            + ", ".join(f"{bounds.name} {right}" for bounds, right in found.items())
         )
     return rows
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Returns the bounds of a row of results."""
+    return Bounds(row["keys"], row["values"], row["calibrated"]).name
 
 
 def answers(model: Model, last: Any, caches: np.ndarray, number: str) -> bool:
@@ -212,6 +248,8 @@ def main() -> None:
     parser.add_argument(
         "--progress", type=Path, help="a file from which an interrupted run of the continuations goes on"
     )
+    parser.add_argument("--bounds", help="KEYS:VALUES, comma-separated, instead of four pairs; '': none")
+    parser.add_argument("--calibrated", type=float, metavar="BOUND", help="also this bound, calibrated")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--try-out", action="store_true", help="nothing is written")
     options = parser.parse_args()
@@ -221,19 +259,26 @@ def main() -> None:
     echo(describe_machine()["text"])
     program = options.build / "payload_codec"
     model = Model("smollm2")
+    bounds = list(BOUNDS)
+    if options.bounds is not None:
+        pairs = [pair.split(":") for pair in filter(None, options.bounds.split(","))]
+        bounds = [Bounds(float(keys), float(values)) for keys, values in pairs]
+    if options.calibrated:
+        bounds.append(Bounds(options.calibrated, options.calibrated, True))
+    codecs = {text: Codec(program, model, text, bounds) for text in TEXTS}
     began = time.process_time()
     hidden = []
     for pair in filter(None, options.needles.split(",")):
         length, per_depth = map(int, pair.split(":"))
-        hidden += needles(program, model, length, per_depth)
-    rows = continuations(program, model, options.prefixes, options.progress) if options.prefixes else []
-    for keys, values in BOUNDS:
-        total = [row for row in rows if (row["keys"], row["values"]) == (keys, values)]
+        hidden += needles(codecs["prose"], model, length, per_depth)
+    rows = continuations(codecs, model, options.prefixes, options.progress) if options.prefixes else []
+    for each in bounds:
+        total = [row for row in rows if name_of(row) == each.name]
         if total:
             count = sum(row["prefixes"] for row in total)
             right = sum(row["same_first"] for row in total)
             low, high = interval(right, count)
-            echo(f"    {keys}:{values}: same next token {right} of {count} (95%: {low:.3f} to {high:.3f})")
+            echo(f"    {each.name}: same next token {right} of {count} (95%: {low:.3f} to {high:.3f})")
     echo(f"    {time.process_time() - began:.0f} s of CPU time")
     if options.try_out:
         return
