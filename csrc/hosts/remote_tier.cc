@@ -188,7 +188,8 @@ void RemoteTier::send_waiting() {
     chosen.reserve(count);
     to_send.ops.reserve(count);
     while (chosen.size() < count) {
-      const auto next = turns_.next(waiting_, [](const HostOp& op) { return 1 / op.weight; });
+      const auto next = turns_.next(waiting_);
+      turns_.charge(FairTurns::tenant_of(next->first), 1 / next->second.weight);
       chosen.push_back(waiting_.extract(next));
       to_send.ops.push_back(chosen.back().mapped());
     }

@@ -108,7 +108,7 @@ IoPool::Op PresenceLookup::op_of(const Prompt& prompt, std::function<Status()> r
   op.tag = kTag;
   op.urgent = true;  // short, and the request may be waiting for nothing else
   op.tenant = prompt.options.tenant;
-  op.cost = 1 / prompt.options.weight;
+  op.weight = static_cast<float>(prompt.options.weight);
   op.deadline = prompt.context->clock->now() + prompt.context->op_timeout;
   op.run = std::move(run);
   op.done = [end = std::move(end)](const Status& status, double, double) { end(status); };

@@ -1163,6 +1163,15 @@ TEST_F(TenantOps, a_prompt_that_another_tenant_has_queued_is_looked_up_in_the_tu
   EXPECT_EQ(calls_for(keys(4)), 1) << "by one tenant";
 }
 
+TEST_F(TenantOps, a_long_queue_of_lookups_does_not_delay_the_reads_of_another_tenant) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  tier->prefetch_presence(prompt(1000, 200), lookup_for(2));
+  for (int i = 0; i < 10; ++i) pool->begin_next(Lane::kRead)();
+  for (OpId id = 0; id < 3; ++id) read(*tier, id, 1, 0.5, 4096);
+  EXPECT_EQ(run(*tier, pool, 4), 3) << "one lookup in between, at most";
+}
+
 TEST_F(TenantOps, lookups_of_all_tenants_are_given_up_when_the_device_is_stuck) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
