@@ -825,9 +825,10 @@ class RemoteTenantWrites : public ::testing::Test {
     RemoteTierOptions options;
     options.most_writes = 1;
     options.close_wait = Nanos(0);
+    options.group_bytes = {kPageBytes, 3 * kPageBytes};
     tier_ = make_remote_tier(channel_, 0, options);
   }
-  void write(TenantId tenant, int count, double weight = 0.5) {
+  void write(TenantId tenant, int count, double weight = 0.5, std::uint8_t group = 0) {
     std::vector<TierOp> ops(static_cast<std::size_t>(count));
     for (TierOp& op : ops) {
       op.id = 10 * ++last_ + tenant;
@@ -835,6 +836,7 @@ class RemoteTenantWrites : public ::testing::Test {
       op.key = key_of(static_cast<std::uint32_t>(op.id));
       op.entry_info.tenant = tenant;
       op.weight = weight;
+      op.group = group;
     }
     tier_->submit(std::move(ops));
   }
@@ -887,6 +889,15 @@ TEST_F(RemoteTenantWrites, a_long_queue_of_one_tenant_delays_another_tenants_wri
 TEST_F(RemoteTenantWrites, are_sent_in_proportion_to_the_tenants_weights) {
   write(2, 200, 0.25);
   write(1, 200, 0.75);
+  const std::vector<OpId> order = run(101);
+  EXPECT_NEAR(
+      static_cast<double>(std::count_if(order.begin(), order.end(), [](OpId id) { return id % 10 == 1; })),
+      75, 1);
+}
+
+TEST_F(RemoteTenantWrites, of_large_parts_are_sent_less_often) {
+  write(2, 200, 0.5, 1);
+  write(1, 200, 0.5, 0);
   const std::vector<OpId> order = run(101);
   EXPECT_NEAR(
       static_cast<double>(std::count_if(order.begin(), order.end(), [](OpId id) { return id % 10 == 1; })),
@@ -1200,7 +1211,7 @@ class GatedTier : public Tier {
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
   Presence presence = Presence::kAbsent;
-  std::vector<ChunkKey> forgotten;  // arguments of forget_miss()
+  std::vector<ChunkKey> forgotten;           // arguments of forget_miss()
   std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
