@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers.registry import bounds_of
+from kv_offload.tiers.registry import bounds_of, cautions_of
 
 SHM_DIRECTORY = "/dev/shm"
 # The names of the files of keep_host_memory and share_host_memory begin with these.
@@ -131,7 +131,7 @@ def _boot_id_problem() -> str:
 
 def cautions(config: OffloadConfig) -> list[str]:
     """Returns settings that work but are probably mistakes."""
-    texts = [text for tier in config.secondary_tiers for text in tier.cautions()]
+    texts = cautions_of(config.secondary_tiers)
     if config.keep_host_memory and any(
         getattr(tier, "encryption_key_file", None) for tier in config.secondary_tiers
     ):

@@ -45,8 +45,9 @@ void Prefetcher::expect(const SessionId& session, std::shared_ptr<const Prompt> 
     const Due at{begins_now ? Nanos(0) : returns_at, {session.high, session.low}};
     auto place = made.extract(made.insert(at).first);
     Task& task = tasks_[session];  // the last call that may throw
-    scheduled_.insert(std::move(place));
-    task = {std::move(prompt), returns_at, begins_now, at, &scheduled_};
+    Queue& scheduled = queues_[prompt->tenant].scheduled;
+    scheduled.insert(std::move(place));
+    task = {std::move(prompt), returns_at, begins_now, at, &scheduled};
     ++client.prompts;
     ++tenant.prompts;
   } catch (...) {
@@ -68,8 +69,7 @@ void Prefetcher::cancel(const SessionId& session) {
 
 void Prefetcher::forget() {
   tasks_.clear();
-  for (Queue* queue : {&scheduled_, &ready_, &waiting_}) queue->clear();
-  last_ = {};
+  queues_ = {};
   in_flight_.clear();
   for (const Prefetched& chunk : prefetched_) {
     if (chunk.is_wasted) continue;
@@ -90,33 +90,59 @@ void Prefetcher::run(Nanos now, bool is_idle) {
   if (tasks_.empty() && prefetched_.empty()) return;
   remove_finished_reads();
   review_prefetched(now);
+  const std::size_t visits = is_idle ? kPromptsWhenIdle : kPromptsPerStep;
+  const Nanos end = now + (is_idle ? kIdleHorizon : kMaxLead);
+  const auto has_work = [end](const Queues& queues) {
+    return !queues.waiting.empty() || (!queues.scheduled.empty() && queues.scheduled.begin()->first <= end);
+  };
+  const auto tenants = static_cast<std::size_t>(std::ranges::count_if(queues_, has_work));
+  for (Queues& queues : queues_) {
+    if (!has_work(queues)) continue;
+    const std::size_t most = visits / tenants;
+    // Fewer than are visited, so that prompts that wait for room never take all visits.
+    for (std::size_t back = std::min(is_idle ? most : most / 2, queues.waiting.size()); back > 0; --back)
+      move(first_of(queues.waiting), &queues.ready);
+    add_due(queues, now, end, is_idle, most);
+  }
+  visit_ready(now, is_idle, visits);
+}
+
+void Prefetcher::visit_ready(Nanos now, bool is_idle, std::size_t most) {
   std::size_t chunks = is_idle ? kChunksWhenIdle : kChunksPerStep;
-  std::size_t left = is_idle ? kPromptsWhenIdle : kPromptsPerStep;
-  // Fewer than are visited, so that prompts that wait for room never take all visits.
-  for (std::size_t back = std::min(is_idle ? left : left / 2, waiting_.size()); back > 0; --back)
-    move(first_of(waiting_), &ready_);
-  add_due(now, is_idle, left);
-  for (auto next = ready_.begin(); next != ready_.end() && left > 0 && chunks > 0; --left) {
+  std::array<Queue::iterator, TenantShares::kMaxTenants> next;
+  std::uint32_t left = 0;  // tenants with tasks to visit
+  for (std::size_t i = 0; i < next.size(); ++i) {
+    next[i] = queues_[i].ready.begin();
+    if (next[i] != queues_[i].ready.end()) left |= std::uint32_t{1} << i;
+  }
+  for (; left != 0 && most > 0 && chunks > 0; --most) {
     if (in_flight_.size() >= kReadsInFlight && !is_idle) break;
     count_steps(1);
-    visit(session_of(*next++), now, is_idle, &chunks);
+    const TenantId tenant = turns_.next(left);
+    const SessionId session = session_of(*next[tenant]++);
+    if (next[tenant] == queues_[tenant].ready.end()) left &= ~(std::uint32_t{1} << tenant);
+    const std::uint64_t before = tenants_[tenant].bytes;
+    visit(session, now, is_idle, &chunks);
+    const std::uint64_t read = tenants_[tenant].bytes - before;
+    const double cost = static_cast<double>(read + with_.groups[0].bytes);
+    turns_.charge(tenant, cost / with_.chunks.reader(tenant).weight);
   }
 }
 
 // Half of the prompts that are checked are the earliest ones. The others follow those of the last call: a
 // long prompt may be due before a short one that returns earlier.
-void Prefetcher::add_due(Nanos now, bool is_idle, std::size_t most) {
-  const Nanos end = now + (is_idle ? kIdleHorizon : kMaxLead);
+void Prefetcher::add_due(Queues& queues, Nanos now, Nanos end, bool is_idle, std::size_t most) {
+  const Queue& scheduled = queues.scheduled;
   for (const bool is_earliest : {true, false}) {
-    auto next = is_earliest || is_idle ? scheduled_.begin() : scheduled_.upper_bound(last_);
+    auto next = is_earliest || is_idle ? scheduled.begin() : scheduled.upper_bound(queues.last);
     // All prompts up to the horizon have been checked: start again.
-    if (next == scheduled_.end() || next->first > end) next = scheduled_.begin();
-    for (std::size_t left = most / 2; left > 0 && next != scheduled_.end() && next->first <= end; --left) {
+    if (next == scheduled.end() || next->first > end) next = scheduled.begin();
+    for (std::size_t left = most / 2; left > 0 && next != scheduled.end() && next->first <= end; --left) {
       count_steps(1);
       const Due at = *next++;
-      if (!is_earliest) last_ = at;
+      if (!is_earliest) queues.last = at;
       Task& task = tasks_.at(session_of(at));
-      if (is_idle || is_due(task, now)) move(task, &ready_);
+      if (is_idle || is_due(task, now)) move(task, &queues.ready);
     }
   }
 }
@@ -129,20 +155,20 @@ void Prefetcher::visit(const SessionId& session, Nanos now, bool is_idle, std::s
   Task& task = tasks_.at(session);
   if (now > task.returns_at + kGrace) return cancel(session);
   const bool is_due_now = is_due(task, now);
-  if (!is_due_now && !is_idle) return move(task, &scheduled_);
+  if (!is_due_now && !is_idle) return move(task, &queues_of(task).scheduled);
   // What was read while the engine was idle may have been evicted or cancelled since.
   if (!task.is_due) task.next = task.asked = 0;
   task.is_due = is_due_now && !is_idle;
   const Step step = advance(task, chunks, is_idle);
-  if (!task.is_due) return move(task, &scheduled_);
+  if (!task.is_due) return move(task, &queues_of(task).scheduled);
   if (step == Step::kEnd) return cancel(session);
-  if (step == Step::kLater) move(task, &waiting_);
+  if (step == Step::kLater) move(task, &queues_of(task).waiting);
 }
 
 void Prefetcher::move(Task& task, Queue* to) {
   auto place = task.queue->extract(task.at);
-  if (to == &waiting_) {
-    task.at.first = Nanos(++turn_);
+  if (to == &queues_of(task).waiting) {
+    task.at.first = Nanos(++last_wait_);
   } else {
     task.at.first = task.begins_now ? Nanos(0) : task.returns_at;
   }

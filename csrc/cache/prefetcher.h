@@ -19,8 +19,9 @@
 //   If a request arrives while more are queued, the others are cancelled and begin again when the prompt is
 //   due.
 //
-// Order: the prompts that return first are read first. A prompt that finds no room waits, and others are
-// visited before it is visited again.
+// Order: the prompts of a tenant that return first are read first. A prompt that finds no room waits, and
+// others are visited before it is visited again. Tenants take turns: prompts that are due get reads in
+// proportion to the shares of their tenants, however many prompts of other tenants are due.
 //
 // Cost: run() examines at most kPromptsPerStep prompts and kChunksPerStep chunks, and checks whether as many
 // other prompts are due, O(log n) each. Once no request is left, it examines more, because no request waits
@@ -46,6 +47,7 @@
 #include "cache/row_provider.h"
 #include "cache/tier_io.h"
 #include "metrics/metrics.h"
+#include "policy/fair_turns.h"
 
 namespace kv_offload {
 
@@ -111,6 +113,13 @@ class Prefetcher {
   // A place in the order, and the session.
   using Due = std::pair<Nanos, std::pair<std::uint64_t, std::uint64_t>>;
   using Queue = std::set<Due>;
+  // Each task is in one of these of its tenant. By expected return: those that are not due, and those that
+  // are. Tasks that begin now have the time 0, so they come first.
+  struct Queues {
+    Queue scheduled, ready;
+    Queue waiting;  // due, and there was no room at the last visit; in the order of those
+    Due last{};     // the last task that add_due() checked in turn
+  };
   struct Task {
     std::shared_ptr<const Prompt> prompt;
     Nanos returns_at{0};
@@ -141,9 +150,12 @@ class Prefetcher {
 
   static SessionId session_of(const Due& at) { return {at.second.first, at.second.second}; }
   Task& first_of(const Queue& queue) { return tasks_.at(session_of(*queue.begin())); }
+  Queues& queues_of(const Task& task) { return queues_[task.prompt->tenant]; }
   void move(Task& task, Queue* to);  // does not throw; `task` may be in `to` already
-  // Checks up to `most` tasks in `scheduled_`, and moves those that are due to `ready_`.
-  void add_due(Nanos now, bool is_idle, std::size_t most);
+  // Checks up to `most` scheduled tasks that return until `end`, and moves those that are due to `ready`.
+  void add_due(Queues& queues, Nanos now, Nanos end, bool is_idle, std::size_t most);
+  // Visits up to `most` tasks that are ready.
+  void visit_ready(Nanos now, bool is_idle, std::size_t most);
   bool is_due(const Task& task, Nanos now) const;
   void visit(const SessionId& session, Nanos now, bool is_idle, std::size_t* chunks);
   Nanos lead_of(const Prompt& prompt) const;
@@ -168,12 +180,9 @@ class Prefetcher {
   const Context with_;
   const std::uint64_t max_bytes_;
   std::unordered_map<SessionId, Task, IdHash> tasks_;
-  // Each task is in one of these. By expected return: those that are not due, and those that are. Tasks that
-  // begin now have the time 0, so they come first.
-  Queue scheduled_, ready_;
-  Queue waiting_;                     // due, and there was no room at the last visit; in the order of those
-  std::int64_t turn_ = 0;             // the last visit of a task in waiting_
-  Due last_{};                        // the last task that add_due() checked in turn
+  std::array<Queues, TenantShares::kMaxTenants> queues_;
+  FairTurns turns_;                   // of visits: each costs the bytes that it reads, and one chunk
+  std::int64_t last_wait_ = 0;        // number of the last move of a task to a queue that waits
   std::deque<Slot> in_flight_;        // oldest read first
   std::list<Prefetched> prefetched_;  // unused ones and wasted ones, in the order of their next review
   // Those that are in host memory or on their way there, and neither used nor wasted.

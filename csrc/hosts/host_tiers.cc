@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <limits>
 #include <map>
 #include <thread>
 #include <unordered_map>
@@ -70,9 +71,15 @@ struct HostTiers::Impl {
   std::atomic<std::size_t> in_flight{0};
 
   // ---- the thread's
+  // The keys of one frame with KeyOrder::kPrefix. Those after a missing one are useless.
+  struct Prefix {
+    std::size_t missing = std::numeric_limits<std::size_t>::max();  // position of the first one found so far
+  };
   struct Lookup {
-    LookupOptions options;  // of the last frame with this key
-    unsigned turns = 0;     // since the lookup was last passed to the tier
+    LookupOptions options;           // of the last frame with this key
+    std::shared_ptr<Prefix> prefix;  // null: the keys have no order
+    std::size_t position = 0;
+    unsigned turns = 0;  // since the lookup was last passed to the tier
   };
   struct Slot {
     std::unique_ptr<Tier> tier;
@@ -330,8 +337,11 @@ void HostTiers::Impl::execute(TierLookup& order) {
   if (order.tier >= slots.size() || order.epoch != slots[order.tier].epoch) return;
   Slot& slot = slots[order.tier];
   std::vector<ChunkKey> unknown;
-  for (const ChunkKey& key : order.keys) {
-    slot.lookups.insert_or_assign(key, Lookup{order.options});
+  const auto prefix =
+      order.options.order == KeyOrder::kPrefix ? std::make_shared<Prefix>() : std::shared_ptr<Prefix>();
+  for (std::size_t i = 0; i < order.keys.size(); ++i) {
+    const ChunkKey& key = order.keys[i];
+    slot.lookups.insert_or_assign(key, Lookup{order.options, prefix, i});
     const Presence presence = slot.tier->contains(key);
     if (!must_ask(presence)) continue;
     if (presence != Presence::kUnknown) slot.tier->forget_miss(key);
@@ -412,7 +422,15 @@ void HostTiers::Impl::answer(std::uint8_t tier) {
   TierAnswers frame{tier, slot.epoch, {}};
   std::map<TenantId, std::pair<double, std::vector<ChunkKey>>> unknown;  // with the tenant's weight
   for (auto at = slot.lookups.begin(); at != slot.lookups.end();) {
-    const Presence presence = slot.tier->contains(at->first);
+    Presence presence = slot.tier->contains(at->first);
+    if (Prefix* prefix = at->second.prefix.get()) {
+      const std::size_t position = at->second.position;
+      // The tier ends the lookup of a prompt at a missing key, and leaves the keys after it unknown.
+      if (presence == Presence::kUnknown && position > prefix->missing) presence = Presence::kSkipped;
+      if (presence != Presence::kPresent && presence != Presence::kUnknown &&
+          presence != Presence::kLookupPending)
+        prefix->missing = std::min(prefix->missing, position);
+    }
     // Keys stay unknown until a thread of the tier begins their lookup. Until then, a lookup in each turn
     // would queue the same keys many times.
     Lookup& lookup = at->second;

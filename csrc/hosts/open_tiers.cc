@@ -49,6 +49,17 @@ double bytes_of(const HostRegion& region, std::uint32_t first_rank, std::uint32_
   return bytes;
 }
 
+// By group.
+std::vector<std::uint64_t> group_bytes_of(const HostRegion& region, const RemoteHost& host) {
+  std::vector<std::uint64_t> bytes;
+  for (std::uint32_t i = 0; i < host.ranks; ++i) {
+    const std::vector<std::uint64_t> of_rank = region.geometry(host.first_rank + i).shard_bytes;
+    bytes.resize(std::max(bytes.size(), of_rank.size()));
+    for (std::size_t group = 0; group < of_rank.size(); ++group) bytes[group] += of_rank[group];
+  }
+  return bytes;
+}
+
 }  // namespace
 
 Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t tiers,
@@ -117,6 +128,7 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
     add(std::move(own[tier]), region.first_rank(), region.local_ranks(), hosts.back()[tier]);
     for (std::size_t host = 0; host < links.num_hosts(); ++host) {
       const RemoteHost other = links.host(host);
+      remote.group_bytes = group_bytes_of(region, other);
       add(links.remote_tier(host, static_cast<std::uint8_t>(tier), remote), other.first_rank, other.ranks,
           hosts[host][tier]);
     }

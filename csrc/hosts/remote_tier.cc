@@ -69,6 +69,7 @@ class RemoteTier final : public Tier {
   void take(Nanos at, TierResetDone& frame);
   void take(Nanos at, TierState& frame);
   static HostOp order_of(const TierOp& op, Nanos now);
+  double cost_of(const HostOp& op) const;  // see FairTurns
   void send_waiting();
   void end_waiting(const Status& status);
   // REQUIRES: the op is in ops_.
@@ -99,7 +100,7 @@ class RemoteTier final : public Tier {
   std::uint32_t reads_ = 0;      // of ops_
   std::size_t sent_writes_ = 0;  // of ops_
   Waiting waiting_;              // writes that were not sent; those not in ops_ were cancelled
-  FairTurns turns_;              // of them; each write counts 1
+  FairTurns turns_;              // of them
   std::uint64_t last_waiting_ = 0;
   std::vector<TierChannel::Event> events_;  // those before next_event_ have been processed
   std::size_t next_event_ = 0;
@@ -175,6 +176,11 @@ void RemoteTier::submit(std::vector<TierOp> ops) {
   }
 }
 
+double RemoteTier::cost_of(const HostOp& op) const {
+  const std::uint64_t bytes = op.group < options_.group_bytes.size() ? options_.group_bytes[op.group] : 0;
+  return static_cast<double>(std::max<std::uint64_t>(bytes, 1)) / op.weight;
+}
+
 // Sends writes that waited, as many as may be sent. If memory runs out, throws, and they still wait.
 void RemoteTier::send_waiting() {
   std::erase_if(waiting_,
@@ -188,7 +194,8 @@ void RemoteTier::send_waiting() {
     chosen.reserve(count);
     to_send.ops.reserve(count);
     while (chosen.size() < count) {
-      const auto next = turns_.next(waiting_, [](const HostOp& op) { return 1 / op.weight; });
+      const auto next = turns_.next(waiting_);
+      turns_.charge(FairTurns::tenant_of(next->first), cost_of(next->second));
       chosen.push_back(waiting_.extract(next));
       to_send.ops.push_back(chosen.back().mapped());
     }

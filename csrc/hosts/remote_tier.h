@@ -15,6 +15,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "hosts/tier_channel.h"
 #include "tier/tier.h"
@@ -24,13 +25,14 @@ namespace kv_offload {
 struct RemoteTierOptions {
   std::string name;
   std::size_t tenants = 0;                        // of the cache; the host has as many
+  std::vector<std::uint64_t> group_bytes{};       // of the host's part of a chunk, by group
   Nanos reset_timeout{std::chrono::seconds(10)};  // how long reset() waits for the host
   Nanos close_wait{std::chrono::seconds(2)};      // how long close() waits for ops that run; vLLM allows 5 s
   Nanos absent_for{std::chrono::seconds(1)};      // see PresenceCache
   std::size_t most_keys = std::size_t{1} << 19;   // remembered
   // Writes that the host may have at once. Later ones wait here for the next poll, and can be cancelled at
-  // once. Those of several tenants are then sent in turn. More than the chunks of most prompts: an engine
-  // that becomes idle does not poll.
+  // once. Those of several tenants are then sent in turn, by their bytes. More than the chunks of most
+  // prompts: an engine that becomes idle does not poll.
   std::size_t most_writes = 1024;
 };
 

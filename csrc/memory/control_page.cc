@@ -271,8 +271,8 @@ void ControlPage::set_region_set(const RegionSet& set) {
   header().region_set[0].store(set[0]);
 }
 
-std::uint64_t ControlPage::layout_of(const RankGeometry& geometry) {
-  const std::string all = fmt::format("{}", fmt::join(geometry.shard_bytes, " "));
+std::uint64_t ControlPage::layout_of(const RankGeometry& geometry, std::uint64_t format) {
+  const std::string all = fmt::format("{:x} {}", format, fmt::join(geometry.shard_bytes, " "));
   return XXH3_64bits(all.data(), all.size()) | 1;
 }
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "memory/host_region.h"
+#include "memory/shared_rows.h"
 #include "memory/ticket_slot.h"
 
 namespace kv_offload {
@@ -77,10 +78,11 @@ class ControlPage {
   // The table of shared rows after the areas: its offset in the file; 0 = none.
   void set_shared_rows(std::uint64_t offset);
   std::uint64_t shared_rows() const;
-  // Identifies the shard sizes of this host's first rank when a table of shared rows was last made here, by
-  // this engine or an earlier one; 0: never.
+  // Identifies the shard sizes of this host's first rank and the table's format when a table of shared rows
+  // was last made here, by this engine or an earlier one; 0: never.
   std::uint64_t shared_layout() const;
-  static std::uint64_t layout_of(const RankGeometry& geometry);  // not 0
+  static std::uint64_t layout_of(const RankGeometry& geometry,
+                                 std::uint64_t format = SharedRows::kFormat);  // not 0
   // Neighbour slots, see HostRegion::request_neighbour. Each request and each dismissal increases the
   // generation of its slot, and a worker reports the generation that it has carried out. So a worker that was
   // slow never counts for a later request. Scheduler, one thread at a time:

@@ -210,16 +210,19 @@ std::string remedy_for(const MemoryHeadroom& headroom, const std::string& shm_di
 void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* swept) {
   MemoryHeadroom headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
-  std::ranges::move(remove_unheld_files(options.shm_directory, Unheld::kKept), std::back_inserter(*swept));
-  std::ranges::move(remove_unheld_files(options.shm_directory, Unheld::kLeftovers),
-                    std::back_inserter(*swept));
-  headroom = memory_headroom(options.shm_directory);
-  // Readers keep the memory of a region without a name until they find that its engine has ended.
+  const auto free_unheld = [&] {
+    for (const Unheld which : {Unheld::kKept, Unheld::kLeftovers})
+      std::ranges::move(remove_unheld_files(options.shm_directory, which), std::back_inserter(*swept));
+    headroom = memory_headroom(options.shm_directory);
+  };
+  free_unheld();
+  // Readers keep the memory of a region without a name until they find that its engine has ended. A killed
+  // engine holds its region until it has exited.
   const auto deadline = std::chrono::steady_clock::now() + kReadersWait;
   while (needed > headroom.bytes && !options.share_for.empty() &&
          std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(kPollAtMost);
-    headroom = memory_headroom(options.shm_directory);
+    free_unheld();
   }
   if (needed <= headroom.bytes) return;
   const bool is_part = options.local_ranks != 0 && options.local_ranks < options.num_workers;

@@ -14,7 +14,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kRowsMagic = 0x6B765F7368617235;  // "kv_shar5": the last character is the version
 constexpr std::size_t kKeyWords = sizeof(ChunkKey) / 8;
 constexpr std::uint64_t kEntryBytes = 64;
 constexpr std::uint64_t kLinkBytes = 16;
@@ -125,7 +124,7 @@ SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layo
   last_version_ = header->last_version.load();
   // A kill between any two of these stores leaves a table that the next owner treats like this one.
   header->open.store(0, std::memory_order_seq_cst);
-  if (header->magic.load() == kRowsMagic && !has_other_layout(memory, layout_)) {
+  if (header->magic.load() == kFormat && !has_other_layout(memory, layout_)) {
     // An earlier owner's entries: first no reader accepts any of them, then they are removed.
     std::memset(memory_ + layout_.buckets_offset, 0, layout_.links_offset - layout_.buckets_offset);
     for (std::uint32_t i = 0; i < layout_.capacity; ++i) (void)at(i).withdraw();
@@ -139,7 +138,7 @@ SharedRows::SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layo
   header->row_bytes = layout_.row_bytes;
   header->row_sizes = layout_.row_sizes;
   header->last_version.store(++last_version_, std::memory_order_seq_cst);
-  header->magic.store(kRowsMagic, std::memory_order_release);
+  header->magic.store(kFormat, std::memory_order_release);
   header->open.store(last_version_, std::memory_order_seq_cst);
 }
 
@@ -149,8 +148,7 @@ bool SharedRows::has_other_layout(std::span<const std::byte> memory, const Share
   const auto* header = std::launder(reinterpret_cast<const Header*>(memory.data()));
   const std::uint64_t magic = header->magic.load();
   if (magic == 0) return false;  // no reader has accepted what is there
-  return magic != kRowsMagic || header->row_bytes != layout.row_bytes ||
-         header->row_sizes != layout.row_sizes;
+  return magic != kFormat || header->row_bytes != layout.row_bytes || header->row_sizes != layout.row_sizes;
 }
 
 SharedRow<SharedRows::Word> SharedRows::at(std::uint32_t index) const {
@@ -281,9 +279,9 @@ SharedRowsView::SharedRowsView(std::span<const std::byte> table, std::span<std::
   // First: while this number is the current one, everything that is read below is of the same owner.
   opening_ = header->open.load(std::memory_order_seq_cst);
   const std::uint64_t magic = header->magic.load(std::memory_order_acquire);
-  if (magic != kRowsMagic && magic >> 8 == kRowsMagic >> 8)
+  if (magic != SharedRows::kFormat && magic >> 8 == SharedRows::kFormat >> 8)
     throw_resource("its table of rows has another format: it runs another version of vllm-kv-offload");
-  if (magic != kRowsMagic) throw_resource("it has no table of rows");
+  if (magic != SharedRows::kFormat) throw_resource("it has no table of rows");
   if (!XXH128_isEqual(header->identity, digest_of(layout, identity))) {
     throw_resource("its rows have another size or belong to another namespace");
   }

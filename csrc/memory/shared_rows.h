@@ -69,6 +69,8 @@ class SharedRows {
   // than kMostRowPages.
   SharedRows(std::span<std::byte> memory, const SharedRowsLayout& layout, std::string_view identity);
   static constexpr std::uint64_t kMostRowPages = 1u << 24;  // 64 GiB
+  // Identifies the format of a table. Change it with each change of the format.
+  static constexpr std::uint64_t kFormat = 0x6B765F7368617235;  // "kv_shar5": the last character counts
   // True if the memory is a table of another format, whose pins are at other places, or in which a row of a
   // group has another size.
   static bool has_other_layout(std::span<const std::byte> memory, const SharedRowsLayout& layout);

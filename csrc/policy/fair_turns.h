@@ -5,14 +5,16 @@
 // the others have queued: the cost of an op is its size divided by the weight. A tenant that was idle begins
 // at the present time, so it gains nothing by waiting.
 //
-// A queue is a std::map. Its keys are the tenant, then a number that orders the tenant's ops.
+// A queue may be a std::map. Its keys are then the tenant, and a number that orders the tenant's ops.
 //
 // Not thread-safe.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
+#include <optional>
 
 #include "base/steps.h"
 #include "policy/tenant_shares.h"
@@ -32,25 +34,31 @@ class FairTurns {
     return queue.lower_bound(key_of(static_cast<TenantId>(tenant_of(at->first) + 1), 0));
   }
 
-  // Returns the first op of the tenant whose turn it is, and counts it as started. REQUIRES: not empty.
-  // `cost_of` returns the cost of a value of the map, above 0. O(tenants log n).
-  template <typename Queue, typename CostOf>
-  typename Queue::iterator next(Queue& queue, CostOf cost_of) {
+  // Returns the first op of the tenant whose turn it is. charge() must follow. REQUIRES: not empty.
+  // O(tenants log n).
+  template <typename Queue>
+  typename Queue::iterator next(Queue& queue) {
     std::uint32_t waiting = 0;
-    auto chosen = queue.end();
-    for (auto at = queue.begin(); at != queue.end(); at = next_tenant(queue, at)) {
-      const TenantId tenant = tenant_of(at->first);
+    for (auto at = queue.begin(); at != queue.end(); at = next_tenant(queue, at))
+      waiting |= std::uint32_t{1} << tenant_of(at->first);
+    return queue.lower_bound(key_of(next(waiting), 0));
+  }
+  // As above, for other queues. `waiting`: the tenants with queued ops, one bit each. REQUIRES: not 0.
+  TenantId next(std::uint32_t waiting) {
+    std::optional<TenantId> chosen;
+    for (std::uint32_t left = waiting; left != 0; left &= left - 1) {
+      const auto tenant = static_cast<TenantId>(std::countr_zero(left));
       count_steps(1);
-      waiting |= std::uint32_t{1} << tenant;
       if ((waiting_ >> tenant & 1) == 0) started_[tenant] = std::max(started_[tenant], now_);  // was idle
-      if (chosen == queue.end() || started_[tenant] < started_[tenant_of(chosen->first)]) chosen = at;
+      if (!chosen || started_[tenant] < started_[*chosen]) chosen = tenant;
     }
     waiting_ = waiting;
-    const TenantId tenant = tenant_of(chosen->first);
-    now_ = started_[tenant];
-    started_[tenant] += cost_of(chosen->second);
-    return chosen;
+    now_ = started_[*chosen];
+    return *chosen;
   }
+  // Counts an op of the tenant that next() returned as started. `cost`: above 0. A later call may correct it:
+  // together they are at least 0.
+  void charge(TenantId tenant, double cost) { started_[tenant] += cost; }
 
  private:
   static constexpr unsigned kNumberBits = 56;

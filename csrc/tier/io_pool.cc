@@ -7,6 +7,7 @@
 #include <chrono>
 #include <map>
 #include <optional>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -30,89 +31,118 @@ struct Running {
   Nanos submitted{0}, started{0};
   std::optional<Lane> thread;  // lane of the thread that runs it; none: driven by hand
 };
-// See FairTurns; the number increases with each submission. Moving nodes between queues allocates nothing.
+// See FairTurns; the number increases with each submission. The ops of a tenant that are not urgent have
+// kNormal set, so they follow its urgent ones. Moving nodes between queues allocates nothing.
 using Queue = std::map<std::uint64_t, Queued>;
-// Of one lane. The urgent ops that a tenant started do not delay its other ops.
-struct LaneTurns {
-  FairTurns urgent, normal;
+constexpr std::uint64_t kNormal = std::uint64_t{1} << 55;
+
+// The mean time of recent ops for each unit of their cost; older ops fade out.
+class MeanTime {
+ public:
+  explicit MeanTime(double first) : seconds_(first) {}
+  void add(double cost, double seconds) {
+    constexpr double kFade = 0.95;
+    const bool is_first = costs_ <= 0;
+    costs_ = costs_ * kFade + cost;
+    seconds_ = is_first ? seconds : seconds_ * kFade + seconds;
+  }
+  double seconds() const { return costs_ > 0 ? seconds_ / costs_ : seconds_; }
+
+ private:
+  double costs_ = 0, seconds_;  // sums, or before the first op its assumed time
 };
 
-// The waiting ops of one lane. Ops are indexed by tag and by deadline, so that no call searches the queues:
-// they hold an op for each chunk of all prompts that are being read. Each call is O(log n) per op.
+// The turns of one lane.
+struct LaneTurns {
+  FairTurns tenants;
+  std::array<unsigned, TenantShares::kMaxTenants> urgent_in_a_row{};  // of each tenant, while others waited
+  MeanTime urgent{IoPool::kFirstUrgentSeconds}, normal{IoPool::kFirstSeconds};
+
+  void start(IoPool::Op& op) {
+    if (op.urgent) op.cost = urgent.seconds() / normal.seconds();
+    tenants.charge(op.tenant, op.cost / op.weight);
+  }
+  void end(const IoPool::Op& op, double seconds) {
+    if (seconds <= 0) return;
+    if (!op.urgent) return normal.add(op.cost, seconds);
+    seconds = std::min(seconds, IoPool::kMostUrgentSeconds);
+    urgent.add(1, seconds);
+    tenants.charge(op.tenant, (seconds / normal.seconds() - op.cost) / op.weight);
+  }
+};
+
+// The waiting ops of one lane. Ops are indexed by tag and by deadline, so that no call searches the queue: it
+// holds an op for each chunk of all prompts that are being read. Each call is O(log n) per op.
 class LaneQueue {
  public:
-  bool empty() const { return urgent_.empty() && normal_.empty(); }
-  std::size_t size() const { return urgent_.size() + normal_.size(); }
+  bool empty() const { return queue_.empty(); }
+  std::size_t size() const { return queue_.size(); }
 
   // If memory runs out, throws; the object must then be discarded.
   void add(std::uint64_t number, IoPool::Op op, Nanos submitted) {
-    const bool urgent = op.urgent;
-    number = FairTurns::key_of(op.tenant, number);
-    by_tag_.emplace(std::pair(op.tag, number), urgent);
-    if (op.deadline.count() != 0) by_deadline_.emplace(std::pair(op.deadline, number), urgent);
-    queue(urgent).emplace(number, Queued{std::move(op), submitted});
+    number = FairTurns::key_of(op.tenant, op.urgent ? number : number | kNormal);
+    by_tag_.emplace(op.tag, number);
+    if (op.deadline.count() != 0) by_deadline_.emplace(op.deadline, number);
+    queue_.emplace(number, Queued{std::move(op), submitted});
   }
   // Allocates nothing.
   void take_all_of(LaneQueue& from) {
-    urgent_.merge(from.urgent_);
-    normal_.merge(from.normal_);
+    queue_.merge(from.queue_);
     by_tag_.merge(from.by_tag_);
     by_deadline_.merge(from.by_deadline_);
   }
   // Moves all ops to `other`. REQUIRES: `other` is empty. Constant time.
   void swap(LaneQueue& other) {
-    std::swap(urgent_, other.urgent_);
-    std::swap(normal_, other.normal_);
+    std::swap(queue_, other.queue_);
     std::swap(by_tag_, other.by_tag_);
     std::swap(by_deadline_, other.by_deadline_);
-    urgent_in_a_row_ = 0;
   }
-  void move_all_to(Queue* to) {
-    to->merge(urgent_);
-    to->merge(normal_);
-  }
+  void move_all_to(Queue* to) { to->merge(queue_); }
   // REQUIRES: not empty.
   Queue::node_type pop(LaneTurns& turns) {
-    const bool is_normal_turn =
-        !normal_.empty() && (urgent_.empty() || urgent_in_a_row_ >= IoPool::kUrgentPerNormal);
-    urgent_in_a_row_ = is_normal_turn || normal_.empty() ? 0 : urgent_in_a_row_ + 1;
-    if (!is_normal_turn) return extract(true, turns.urgent.next(urgent_, cost_of)->first);
-    return extract(false, turns.normal.next(normal_, cost_of)->first);
+    auto chosen = turns.tenants.next(queue_);
+    const TenantId tenant = FairTurns::tenant_of(chosen->first);
+    const auto normal = queue_.lower_bound(FairTurns::key_of(tenant, kNormal));
+    const bool has_normal = normal != queue_.end() && FairTurns::tenant_of(normal->first) == tenant;
+    unsigned& in_a_row = turns.urgent_in_a_row[tenant];
+    if (has_normal && in_a_row >= IoPool::kUrgentPerNormal) chosen = normal;
+    in_a_row = has_normal && chosen != normal ? in_a_row + 1 : 0;
+    turns.start(chosen->second.op);
+    return extract(chosen->first);
   }
-  // Returns the oldest op with this tag; empty if there is none.
+  // Returns an op with this tag; empty if there is none.
   Queue::node_type take(std::uint64_t tag) {
     const auto found = by_tag_.lower_bound({tag, 0});
-    if (found == by_tag_.end() || found->first.first != tag) return {};
-    return extract(found->second, found->first.second);
+    if (found == by_tag_.end() || found->first != tag) return {};
+    return extract(found->second);
   }
   // Returns the op with the earliest passed deadline; empty if no deadline has passed.
   Queue::node_type take_expired(Nanos now) {
-    if (by_deadline_.empty() || now < by_deadline_.begin()->first.first) return {};
-    return extract(by_deadline_.begin()->second, by_deadline_.begin()->first.second);
+    if (by_deadline_.empty() || now < by_deadline_.begin()->first) return {};
+    return extract(by_deadline_.begin()->second);
   }
-  Nanos oldest(Nanos now) const { return oldest_of(urgent_, oldest_of(normal_, now)); }
-
- private:
-  Queue& queue(bool urgent) { return urgent ? urgent_ : normal_; }
-  static double cost_of(const Queued& queued) { return queued.op.cost; }
-  static Nanos oldest_of(const Queue& queue, Nanos now) {
-    for (auto at = queue.begin(); at != queue.end(); at = FairTurns::next_tenant(queue, at))
+  Nanos oldest(Nanos now) const {
+    for (auto at = queue_.begin(); at != queue_.end();) {  // of each tenant the first urgent and other op
       now = std::min(now, at->second.submitted);
+      const std::uint64_t normal = FairTurns::key_of(FairTurns::tenant_of(at->first), kNormal);
+      at = at->first < normal ? queue_.lower_bound(normal) : FairTurns::next_tenant(queue_, at);
+    }
     return now;
   }
-  Queue::node_type extract(bool urgent, std::uint64_t number) {
-    Queue::node_type node = queue(urgent).extract(number);
+
+ private:
+  Queue::node_type extract(std::uint64_t number) {
+    Queue::node_type node = queue_.extract(number);
     const IoPool::Op& op = node.mapped().op;
     by_tag_.erase({op.tag, number});
     if (op.deadline.count() != 0) by_deadline_.erase({op.deadline, number});
     return node;
   }
 
-  Queue urgent_, normal_;
-  unsigned urgent_in_a_row_ = 0;  // while others waited
-  // Key: the tag or deadline, and the op's number. Value: true for an urgent op.
-  std::map<std::pair<std::uint64_t, std::uint64_t>, bool> by_tag_;
-  std::map<std::pair<Nanos, std::uint64_t>, bool> by_deadline_;
+  Queue queue_;
+  // The tag or deadline, and the op's number.
+  std::set<std::pair<std::uint64_t, std::uint64_t>> by_tag_;
+  std::set<std::pair<Nanos, std::uint64_t>> by_deadline_;
 };
 using Lanes = std::array<LaneQueue, 2>;
 
@@ -214,10 +244,10 @@ struct IoPool::State {
 
   Begun begin(Lane lane, std::optional<Lane> thread = std::nullopt) REQUIRES(mutex) {
     Begun begun{take(lane), clock->now()};
-    const auto& [op, submitted] = begun.node.mapped();
+    const IoPool::Op& op = begun.node.mapped().op;
     if (op.deadline.count() == 0 || begun.started < op.deadline) {
       begun.number = next_number++;
-      running.push_back({begun.number, op.lane, submitted, begun.started, thread});
+      running.push_back({begun.number, op.lane, begun.node.mapped().submitted, begun.started, thread});
     }
     return begun;
   }
@@ -232,6 +262,9 @@ struct IoPool::State {
     {
       const MutexLock lock(mutex);
       if (!abandoned) ended = clock->now();  // after a detach the clock may be destroyed
+      // A read that found nothing says nothing about the speed of reads.
+      if (status || queued.op.urgent)
+        turns[index(queued.op.lane)].end(queued.op, to_seconds(ended - started));
       std::erase_if(running, [&](const Running& r) { return r.number == begun.number; });
     }
     queued.op.done(status, to_seconds(ended - started), to_seconds(started - queued.submitted));

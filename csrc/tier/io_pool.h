@@ -15,9 +15,11 @@
 //
 // TENANTS: ops that belong to several tenants start in weighted fair order (start-time fair queueing). Each
 // tenant with queued ops gets a part of the started costs in proportion to its weight, however many ops the
-// others have queued. Within a tenant they start in order. A tenant that was idle begins at the present time:
-// it gains nothing by waiting. Tenants take turns in the urgent ops of a lane and, separately, in its other
-// ops: urgent ops start first, also those of a tenant that has started more than its part of the others.
+// others have queued. A tenant that was idle begins at the present time: it gains nothing by waiting. The
+// order of a lane, urgent ops first, is that within a tenant: urgent ops of one tenant start before other
+// ops of another tenant only in the first one's turn. An urgent op costs as much as the lane's other ops cost
+// in the same time, on average. It is charged the mean of urgent ops when it starts, and the difference when
+// it ends.
 //
 // `run` must not throw. `done` runs on a pool thread (or on the caller's, for cancel, fail_queued, expire and
 // close) without any lock of the pool, and must not throw or block.
@@ -51,15 +53,19 @@ class IoPool {
  public:
   static constexpr unsigned kReadsPerWrite = 8;
   static constexpr unsigned kUrgentPerNormal = 8;
+  // A stuck urgent op counts as one of this time.
+  static constexpr double kMostUrgentSeconds = 1;
+  // Until ops have ended: of an urgent op, and of other ops for each unit of their cost.
+  static constexpr double kFirstUrgentSeconds = 1e-3, kFirstSeconds = 1e-9;
 
   struct Op {
     std::uint64_t tag = 0;
-    Lane lane = Lane::kRead;
     Nanos deadline{0};  // absolute; 0 = none
+    Lane lane = Lane::kRead;
     bool urgent = false;
     TenantId tenant = 0;
-    // What the op takes of the tenant's part, divided by the tenant's weight: bytes, or 1 for each urgent op.
-    // Above 0.
+    float weight = 1;  // of the tenant. Above 0
+    // What the op takes of the tenant's part: bytes. Above 0. The pool sets it for urgent ops.
     double cost = 1;
     std::function<Status()> run;
     // Arguments: status, seconds running, seconds queued.

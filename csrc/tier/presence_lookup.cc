@@ -10,6 +10,15 @@
 #include "tier/circuit_breaker.h"
 
 namespace kv_offload {
+namespace {
+
+// The keys of a prompt after such a one are useless.
+bool is_missing(Presence presence) {
+  return presence == Presence::kAbsent || presence == Presence::kStaleMiss ||
+         presence == Presence::kSkipped || presence == Presence::kLookupFailed;
+}
+
+}  // namespace
 
 // Keys of a prompt that are looked up together. Everything except the atomics is written before other threads
 // see it.
@@ -39,6 +48,9 @@ struct PresenceLookup::Prompt {
   // A thread will pick the keys from here on, or find that they are not needed. Only one thread at a time
   // changes it.
   std::atomic<std::size_t> next{0};
+  std::atomic<bool> is_running{false};  // a window is being looked up
+  // Of other tenants, with the same last keys. Written before other threads see it.
+  std::vector<std::weak_ptr<Prompt>> same_keys;
   Mutex mutex;
   WindowPtr window GUARDED_BY(mutex);  // the last one begun
 
@@ -52,10 +64,16 @@ struct PresenceLookup::Prompt {
   // True if a thread will look these keys up, or find that their lookups are pending. REQUIRES: both lists
   // end with the same key.
   bool covers(const std::vector<ChunkKey>& others, const LookupOptions& theirs, const Submitted& now) const {
-    if (options.order != theirs.order || options.tenant != theirs.tenant) return false;
+    if (options.order != theirs.order) return false;
     if (submitted.epoch != now.epoch || submitted.epoch_number != now.epoch_number) return false;
     return others.size() <= keys.size() - next.load() &&
            std::equal(others.rbegin(), others.rend(), keys.rbegin());
+  }
+  bool is_looked_up_for_others() const {
+    return std::any_of(same_keys.begin(), same_keys.end(), [](const std::weak_ptr<Prompt>& one) {
+      const auto prompt = one.lock();
+      return prompt && prompt->is_running.load();
+    });
   }
   void cancel_rest() { next.store(keys.size()); }
 };
@@ -72,11 +90,16 @@ void PresenceLookup::start(std::vector<ChunkKey> keys, const LookupOptions& opti
     most_prompts_ = 2 * prompts_.size() + kFewPrompts;
   }
   const auto [first, last] = prompts_.equal_range(keys.back());
+  std::vector<std::weak_ptr<Prompt>> same_keys;
   for (auto one = first; one != last; ++one) {
     const auto prompt = one->second.lock();
-    if (prompt && prompt->covers(keys, options, now)) return;
+    if (!prompt || !prompt->covers(keys, options, now)) continue;
+    // A lookup of another tenant that waits may be due later. The result of one that runs is known soon.
+    if (prompt->options.tenant == options.tenant || prompt->is_running.load()) return;
+    same_keys.push_back(prompt);
   }
   const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), options, now);
+  prompt->same_keys = std::move(same_keys);
   prompts_.emplace(prompt->keys.back(), prompt);
   std::vector<IoPool::Op> ops;
   ops.push_back(next_window_op(prompt));
@@ -99,6 +122,7 @@ void PresenceLookup::cancel_all() {
       window->failed.store(true);
       window->ended[part].store(true);
     }
+    prompt->is_running.store(false);
   }
 }
 
@@ -108,7 +132,7 @@ IoPool::Op PresenceLookup::op_of(const Prompt& prompt, std::function<Status()> r
   op.tag = kTag;
   op.urgent = true;  // short, and the request may be waiting for nothing else
   op.tenant = prompt.options.tenant;
-  op.cost = 1 / prompt.options.weight;
+  op.weight = static_cast<float>(prompt.options.weight);
   op.deadline = prompt.context->clock->now() + prompt.context->op_timeout;
   op.run = std::move(run);
   op.done = [end = std::move(end)](const Status& status, double, double) { end(status); };
@@ -127,7 +151,7 @@ IoPool::Op PresenceLookup::next_window_op(const PromptPtr& prompt) {
 
 // Picks keys until some of them are unknown, and looks those up.
 void PresenceLookup::start_next_window(const PromptPtr& prompt) {
-  const TierRuntime& shared = *prompt->context->shared;
+  TierRuntime& shared = *prompt->context->shared;
   while (prompt->next.load() < prompt->keys.size()) {
     WindowPtr window;
     std::vector<IoPool::Op> ops;
@@ -145,6 +169,11 @@ void PresenceLookup::start_next_window(const PromptPtr& prompt) {
       pick(*prompt, end, window.get());
       ops = divide(prompt, window, at_once);
       prompt->next.store(end);
+      if (end == all || !window->unknown.empty()) return Status::ok();
+      // The caller asks for the later keys again if these are found.
+      const Presence end_key = shared.catalog().contains(prompt->keys[end - 1]);
+      const bool is_pending = end_key == Presence::kLookupPending;
+      if (is_missing(end_key) || (is_pending && prompt->is_looked_up_for_others())) prompt->cancel_rest();
       return Status::ok();
     });
     if (!prepared) {
@@ -176,6 +205,7 @@ void PresenceLookup::start(const PromptPtr& prompt, const WindowPtr& window, std
     const MutexLock lock(prompt->mutex);
     prompt->window = window;
   }
+  prompt->is_running.store(true);
   const Status shared = catch_exceptions([&] {
     std::vector<IoPool::Op> others;
     for (std::size_t part = 0; part < ops.size(); ++part) {
@@ -268,12 +298,11 @@ void PresenceLookup::end_part(const PromptPtr& prompt, Window& window, std::size
 
 // All parts have ended, and no thread is picking keys.
 void PresenceLookup::end_window(const PromptPtr& prompt, const Window& window) {
+  prompt->is_running.store(false);
   const std::size_t next = prompt->next.load();
   if (next >= prompt->keys.size()) return;
   const Presence last = prompt->context->shared->catalog().contains(prompt->keys[next - 1]);
-  const bool is_missing = last == Presence::kAbsent || last == Presence::kStaleMiss ||
-                          last == Presence::kSkipped || last == Presence::kLookupFailed;
-  if (window.failed.load() || is_missing) return prompt->cancel_rest();
+  if (window.failed.load() || is_missing(last)) return prompt->cancel_rest();
   const Status submitted = catch_exceptions([&] {
     std::vector<IoPool::Op> ops;
     ops.push_back(next_window_op(prompt));

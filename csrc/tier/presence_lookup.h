@@ -12,9 +12,10 @@
 // The parts of a window are looked up concurrently. A prompt that is present takes one more round trip for
 // each doubling of its length.
 //
-// Store calls of several tenants start in turn: in proportion to the tenants' weights, each call counts 1
-// (IoPool). A prompt that one tenant has queued does not cover the same prompt of another tenant, which may
-// be due earlier. The keys that a thread has picked are not picked for another tenant.
+// Store calls of several tenants start in turn, also with their reads: in proportion to the tenants' weights,
+// each call counts by its time (IoPool). A prompt that one tenant has queued does not cover the same prompt
+// of another tenant, which may be due earlier. The keys that a thread has picked are not picked for another
+// tenant, and while they are looked up, the keys after them wait: most new prompts end there.
 //
 // Threads: only the scheduler's. No call does I/O or waits for a thread that does.
 #pragma once

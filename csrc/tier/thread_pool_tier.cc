@@ -159,7 +159,8 @@ IoPool::Op ThreadPoolTier::make_op(std::shared_ptr<OpInFlight> in_flight) const 
   queued.tenant = in_flight->op.entry_info.tenant;
   std::size_t bytes = 1;
   for (const Shard& shard : in_flight->op.shards) bytes += shard.size();
-  queued.cost = static_cast<double>(bytes) / in_flight->op.weight;
+  queued.cost = static_cast<double>(bytes);
+  queued.weight = static_cast<float>(in_flight->op.weight);
   queued.run = [in_flight] { return catch_exceptions([&] { return in_flight->run(); }); };
   queued.done = [in_flight = std::move(in_flight), clock = &clock_](const Status& status, double seconds,
                                                                     double queued_seconds) {

@@ -315,6 +315,12 @@ class TierConfig(BaseModel):
         """Returns settings that work but are probably mistakes."""
         return []
 
+    @classmethod
+    def cautions_together(cls, tiers: "Sequence[TierConfig]") -> "list[str]":
+        """Returns settings of several tiers of this kind that are probably mistakes together, even if each of
+        them is none."""
+        return []
+
     def traits(self) -> list[str]:
         """Returns its properties for the startup summary, after its size; one or two words each."""
         return [self.write_policy]

@@ -128,6 +128,15 @@ def bounds_of(tiers: Iterable[TierConfig]) -> tuple[int | None, ...]:
     return tuple(bounds[place] for place in range(len(tiers)))
 
 
+def cautions_of(tiers: Iterable[TierConfig]) -> list[str]:
+    """Returns settings of the tiers that work but are probably mistakes."""
+    tiers = tuple(tiers)
+    texts = [text for tier in tiers for text in tier.cautions()]
+    for kind in dict.fromkeys(type(tier) for tier in tiers):
+        texts += kind.cautions_together([tier for tier in tiers if type(tier) is kind])
+    return texts
+
+
 register(FsTierConfig)
 register(RedisTierConfig)
 register(S3TierConfig)

@@ -626,6 +626,28 @@ def test_a_bound_above_the_disk_is_a_caution_not_a_problem(tmp_path, monkeypatch
     assert "max_bytes is 4.0 GiB, its file system can hold 1.0 GiB" in caution
 
 
+def test_bounds_above_their_disk_together_are_a_caution(tmp_path, monkeypatch):
+    disk(monkeypatch, GIB)
+
+    def said(*tiers):
+        roots = [
+            FS | {"root_dir": str(tmp_path / name)} | tier for name, tier in zip("abc", tiers, strict=False)
+        ]
+        return [text for text in cautions(read(secondary_tiers=roots)) if "together" in text]
+
+    (caution,) = said({"max_bytes": "700MiB"}, {"max_bytes": "400MiB"})
+    assert f"root_dir {tmp_path / 'a'}, {tmp_path / 'b'}: max_bytes is 1.1 GiB together" in caution
+    assert "their file system can hold 1.0 GiB" in caution
+    assert said({"max_bytes": "700MiB"}, {}), "the default is half of the free space"
+    assert said({"max_bytes": "600MiB"}, {"max_bytes": "424MiB"}) == said({}, {}) == []
+    assert said({"max_bytes": "700MiB"}, {"max_bytes": "400MiB", "write_policy": "read_only"}) == []
+    assert said({"max_bytes": "4GiB"}, {"max_bytes": "400MiB"}) == [], "the first one has its own caution"
+    assert said({"max_bytes": "700MiB"}, {"max_bytes": "330MiB"})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "abcd.500.rec").write_bytes(b"x" * (8 << 20))
+    assert said({"max_bytes": "700MiB"}, {"max_bytes": "330MiB"}) == [], "what they hold counts as space"
+
+
 def test_a_disk_smaller_than_host_memory_is_a_caution_with_the_consequence(tmp_path, monkeypatch):
     disk(monkeypatch, 100 * GIB)
 

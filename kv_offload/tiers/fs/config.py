@@ -188,6 +188,27 @@ class FsTierConfig(EncryptedTierConfig):
             f"hold {format_bytes(space)}; writes will be dropped when it is full"
         ]
 
+    @classmethod
+    def cautions_together(cls, tiers: Sequence[TierConfig]) -> list[str]:
+        """Warns of limits that each fit into the file system, and exceed it together."""
+        own = cast("Sequence[FsTierConfig]", tiers)
+        bounds = dict(zip((tier.root_dir for tier in own), cls.bounds(tiers), strict=True))
+        texts = []
+        for device in dict.fromkeys(tier._device() for tier in own):
+            there = [tier for tier in own if tier._device() == device and tier.write_policy != "read_only"]
+            limit = sum(bounds[tier.root_dir] or 0 for tier in there)
+            if len(there) < 2 or limit <= (free := free_bytes(there[0].root_dir)):
+                continue
+            space = free + sum(held_bytes(tier.root_dir) for tier in there)
+            if limit <= space or any(tier.cautions() for tier in there):
+                continue
+            roots = ", ".join(tier.root_dir for tier in there)
+            texts.append(
+                f"root_dir {roots}: max_bytes is {format_bytes(limit)} together, their file system can hold "
+                f"{format_bytes(space)}; writes will be dropped when it is full"
+            )
+        return texts
+
     def summary(self) -> Answer:
         """Returns the free space."""
         return Answer("ok", f"{format_bytes(free_bytes(self.root_dir))} free")

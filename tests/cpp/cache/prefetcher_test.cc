@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cache/prefetcher.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "cache/parts.h"
@@ -632,6 +633,150 @@ TEST_F(PrefetcherTest, unused_chunks_count_against_their_tenant_for_a_while) {
   expect_for(2, 2, "b", Nanos(0));
   run_all();
   EXPECT_TRUE(is_resident("b"));
+}
+
+// Other tenants with thousands of prompts that are due.
+class PrefetcherTenants : public PrefetcherTest {
+ protected:
+  static constexpr std::uint64_t kFlood = 400;
+
+  void make_for(double quiet, double flood) {
+    PartsOptions options;
+    options.cache.tenants = {{"other", 1 - quiet - flood}, {"quiet", quiet}, {"flood", flood}};
+    make(2048, 2048, options);
+  }
+  void expect_for(TenantId tenant, std::uint64_t session,
+                  std::shared_ptr<const Prefetcher::Prompt> of_session, Nanos time) {
+    auto made = std::make_shared<Prefetcher::Prompt>(*of_session);
+    made->tenant = tenant;
+    made->client = tenant;
+    parts().prefetcher.expect({tenant, session}, made, in(time));
+  }
+  void flood(Nanos time, std::size_t chunks = 1) {
+    for (std::uint64_t i = 1; i <= kFlood; ++i) {
+      Names names;
+      for (std::size_t at = 0; at < chunks; ++at) names.push_back(fmt::format("f{}x{}", i, at));
+      expect_for(2, i, recorded(names), time);
+    }
+  }
+  std::size_t reads_of(char first) {
+    const Names names = reads();
+    return static_cast<std::size_t>(
+        std::ranges::count_if(names, [first](const std::string& name) { return name[0] == first; }));
+  }
+};
+
+TEST_F(PrefetcherTenants, a_prompt_is_read_in_the_turns_of_its_tenant) {
+  make_for(0.5, 0.5);
+  flood(Nanos(0));
+  step();
+  parts().finish();
+  expect_for(1, 1, recorded({"q1", "q2", "q3"}), milliseconds(500));
+  step();
+  EXPECT_EQ(reads_of('q'), 3u);
+}
+
+TEST_F(PrefetcherTenants, prompts_are_read_in_proportion_to_the_shares) {
+  make_for(0.75, 0.25);
+  flood(Nanos(0));
+  for (std::uint64_t i = 1; i <= kFlood; ++i)
+    expect_for(1, i, recorded({fmt::format("q{}", i)}), milliseconds(500));
+  std::size_t quiet = 0, all = 0;
+  for (int i = 0; i < 20; ++i) {
+    step();
+    quiet += reads_of('q');
+    all += reads().size();
+    parts().finish();
+  }
+  EXPECT_EQ(all, 20 * Prefetcher::kReadsInFlight);
+  EXPECT_NEAR(static_cast<double>(quiet), 0.75 * static_cast<double>(all), 3);
+}
+
+TEST_F(PrefetcherTenants, long_prompts_of_a_tenant_do_not_delay_short_ones_of_another) {
+  make_for(0.5, 0.5);
+  flood(Nanos(0), 16);
+  for (std::uint64_t i = 1; i <= 8; ++i)
+    expect_for(1, i, recorded({fmt::format("q{}", i)}), milliseconds(500));
+  std::size_t quiet = 0, steps = 0;
+  for (; quiet < 8 && steps < 100; ++steps) {
+    step();
+    quiet += reads_of('q');
+    parts().finish();
+  }
+  EXPECT_LE(steps, 4u);
+}
+
+// Those of the flood wait for their lookups, and again in each later step.
+TEST_F(PrefetcherTenants, prompts_that_wait_do_not_delay_those_of_another_tenant) {
+  make_for(0.5, 0.5);
+  const auto unknown = [this](const std::string& name) {
+    parts().tier->forgotten.insert(key_of(name));
+    return prompt({name});
+  };
+  for (std::uint64_t i = 1; i <= kFlood; ++i) expect_for(2, i, unknown(fmt::format("f{}", i)), Nanos(0));
+  for (std::uint64_t i = 1; i <= kFlood / Prefetcher::kPromptsPerStep + 1; ++i) {
+    parts().ops.poll();
+    parts().prefetcher.run(parts().clock.now(), false);  // no lookup ends
+  }
+  parts().record("q");
+  expect_for(1, 1, unknown("q"), milliseconds(500));
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(reads_of('q'), 1u);
+}
+
+TEST_F(PrefetcherTenants, tenants_whose_prompts_are_not_due_take_no_visits) {
+  PartsOptions options;
+  options.cache.tenants = {{"other", 0}, {"quiet", 0}, {"flood", 0.5}};
+  for (std::size_t i = 3; i < TenantShares::kMaxTenants; ++i)
+    options.cache.tenants.push_back({fmt::format("t{}", i), 0});
+  make(2048, 2048, options);
+  flood(Nanos(0));
+  for (TenantId tenant = 3; tenant < TenantShares::kMaxTenants; ++tenant)
+    expect_for(tenant, 1, prompt({"later"}), 2 * Prefetcher::kMaxLead);
+  step();
+  EXPECT_EQ(reads().size(), Prefetcher::kReadsInFlight);
+}
+
+// The chunks of the flood are in host memory already. Its number is the lower one.
+TEST_F(PrefetcherTenants, prompts_of_which_nothing_is_read_do_not_delay_those_of_another_tenant) {
+  make_for(0.5, 0.5);
+  parts().resident("s");
+  for (std::uint64_t i = 1; i <= kFlood; ++i)
+    expect_for(1, i, prompt(Names(Prefetcher::kChunksPerStep, "s")), Nanos(0));
+  step();
+  expect_for(2, 1, recorded({"q"}), milliseconds(500));
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(reads_of('q'), 1u);
+}
+
+TEST_F(PrefetcherTenants, a_step_checks_as_many_prompts_of_many_tenants_as_of_one) {
+  const auto cost = [this](std::size_t tenants) {
+    PartsOptions options;
+    for (std::size_t i = 0; i < TenantShares::kMaxTenants; ++i)
+      options.cache.tenants.push_back({fmt::format("t{}", i), 0});
+    make(64, 64, options);
+    for (std::size_t tenant = 0; tenant < tenants; ++tenant) {
+      for (std::uint64_t i = 0; i < 2 * Prefetcher::kPromptsPerStep; ++i)
+        expect_for(static_cast<TenantId>(tenant), i + 1, prompt({"a"}), Prefetcher::kMaxLead - seconds(1));
+    }
+    return testing::steps_of([this] { step(); });
+  };
+  const std::uint64_t one = cost(1);
+  EXPECT_GE(one, Prefetcher::kPromptsPerStep);
+  EXPECT_LE(cost(TenantShares::kMaxTenants), one);
+}
+
+TEST_F(PrefetcherTenants, a_step_costs_the_same_however_many_prompts_of_tenants_are_due) {
+  const auto cost = [this](std::uint64_t prompts) {
+    make_for(0.5, 0.5);
+    for (const TenantId tenant : {1, 2}) {
+      for (std::uint64_t i = 0; i < prompts; ++i) expect_for(tenant, i + 1, prompt({"a", "b"}), Nanos(0));
+    }
+    return testing::steps_of([this] { step(); });
+  };
+  const std::uint64_t few = cost(2 * Prefetcher::kPromptsPerStep);
+  EXPECT_GT(few, 0u);
+  EXPECT_EQ(cost(20 * Prefetcher::kPromptsPerStep), few);
 }
 
 TEST_F(PrefetcherTest, the_prompts_of_a_client_without_room_do_not_block_others) {

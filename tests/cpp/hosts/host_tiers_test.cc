@@ -825,9 +825,10 @@ class RemoteTenantWrites : public ::testing::Test {
     RemoteTierOptions options;
     options.most_writes = 1;
     options.close_wait = Nanos(0);
+    options.group_bytes = {kPageBytes, 3 * kPageBytes};
     tier_ = make_remote_tier(channel_, 0, options);
   }
-  void write(TenantId tenant, int count, double weight = 0.5) {
+  void write(TenantId tenant, int count, double weight = 0.5, std::uint8_t group = 0) {
     std::vector<TierOp> ops(static_cast<std::size_t>(count));
     for (TierOp& op : ops) {
       op.id = 10 * ++last_ + tenant;
@@ -835,6 +836,7 @@ class RemoteTenantWrites : public ::testing::Test {
       op.key = key_of(static_cast<std::uint32_t>(op.id));
       op.entry_info.tenant = tenant;
       op.weight = weight;
+      op.group = group;
     }
     tier_->submit(std::move(ops));
   }
@@ -887,6 +889,15 @@ TEST_F(RemoteTenantWrites, a_long_queue_of_one_tenant_delays_another_tenants_wri
 TEST_F(RemoteTenantWrites, are_sent_in_proportion_to_the_tenants_weights) {
   write(2, 200, 0.25);
   write(1, 200, 0.75);
+  const std::vector<OpId> order = run(101);
+  EXPECT_NEAR(
+      static_cast<double>(std::count_if(order.begin(), order.end(), [](OpId id) { return id % 10 == 1; })),
+      75, 1);
+}
+
+TEST_F(RemoteTenantWrites, of_large_parts_are_sent_less_often) {
+  write(2, 200, 0.5, 1);
+  write(1, 200, 0.5, 0);
   const std::vector<OpId> order = run(101);
   EXPECT_NEAR(
       static_cast<double>(std::count_if(order.begin(), order.end(), [](OpId id) { return id % 10 == 1; })),
@@ -1178,7 +1189,10 @@ class GatedTier : public Tier {
     *removals = std::move(batches.front());
     batches.pop_front();
   }
-  Presence contains(const ChunkKey&) const override { return presence; }
+  Presence contains(const ChunkKey& key) const override {
+    const auto found = presence_of.find(key);
+    return found == presence_of.end() ? presence : found->second;
+  }
   void prefetch_presence(std::vector<ChunkKey> keys, const LookupOptions& options) override {
     asked.emplace_back(std::move(keys), options);
   }
@@ -1200,7 +1214,8 @@ class GatedTier : public Tier {
   std::function<void()> on_poll = [] {};
   std::vector<std::uint64_t> startup_ids;  // of the resets
   Presence presence = Presence::kAbsent;
-  std::vector<ChunkKey> forgotten;  // arguments of forget_miss()
+  std::map<ChunkKey, Presence> presence_of;  // of keys with another one
+  std::vector<ChunkKey> forgotten;           // arguments of forget_miss()
   std::vector<std::pair<std::vector<ChunkKey>, LookupOptions>> asked;
   Status reset_status;
   bool fails_to_submit = false, fails_to_reset = false;
@@ -1367,6 +1382,47 @@ TEST_F(PlayedHostTiers, a_lookup_that_has_not_begun_is_not_repeated_in_each_turn
   end_turns(1);
   ASSERT_EQ(played_->asked.size(), 2u) << "the tier may have abandoned the lookup";
   EXPECT_THAT(played_->asked[1].first, UnorderedElementsAreArray(keys));
+  turns_.open();
+}
+
+// The tier has looked up the first keys. It does not look up those after a missing one.
+TEST_F(PlayedHostTiers, keys_of_a_prompt_after_a_missing_one_are_answered_and_not_looked_up_again) {
+  const std::vector<ChunkKey> keys{key_of(1), key_of(2), key_of(3), key_of(4)};
+  played_->presence = Presence::kUnknown;
+  played_->on_poll = [&] { turns_.pass(); };
+  open();
+  turns_.wait_until_blocked();
+  tiers_->begin_connection();
+  const auto end_turns = [&](int turns) {
+    for (int turn = 0; turn < turns; ++turn) {
+      turns_.let_one_pass();
+      turns_.wait_until_blocked();
+    }
+  };
+  end_turns(1);
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, KeyOrder::kPrefix, 0, keys})));
+  ASSERT_TRUE(tiers_->take(FrameType::kLookup, encode(TierLookup{0, KeyOrder::kNone, 0, {key_of(5)}})));
+  end_turns(2);
+  std::map<ChunkKey, TierAnswers::Found> answers;
+  const auto take_answers = [&] {
+    for (const HostTiers::Frame& frame : tiers_->frames()) {
+      if (frame.first != FrameType::kAnswers) continue;
+      const auto decoded = decode_answers(frame.second);
+      for (const TierAnswers::Answer& one : decoded->answers) answers[one.key] = one.found;
+    }
+  };
+  take_answers();
+  EXPECT_THAT(answers, IsEmpty());
+  played_->presence_of = {{key_of(1), Presence::kPresent}, {key_of(3), Presence::kAbsent}};
+  end_turns(100);
+  take_answers();
+  EXPECT_THAT(answers, UnorderedElementsAre(Pair(key_of(1), TierAnswers::Found::kPresent),
+                                            Pair(key_of(3), TierAnswers::Found::kAbsent),
+                                            Pair(key_of(4), TierAnswers::Found::kSkipped)));
+  std::vector<ChunkKey> repeated;
+  for (std::size_t i = 2; i < played_->asked.size(); ++i)
+    repeated.insert(repeated.end(), played_->asked[i].first.begin(), played_->asked[i].first.end());
+  EXPECT_THAT(repeated, UnorderedElementsAre(key_of(2), key_of(5)));
   turns_.open();
 }
 

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory/host_region.h"
 
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/file.h>
+#include <sys/inotify.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
@@ -328,6 +333,41 @@ TEST_F(KeptRegion, a_kept_region_is_removed_when_a_start_needs_its_memory) {
   }
   const auto large = HostRegion::attach_worker(options(16 * kMiB, 1, "large"), 0, some_geometry());
   EXPECT_EQ(large->swept(), before);
+  ::umount2(directory_.c_str(), MNT_DETACH);
+}
+
+// An engine that was killed holds its region until it has exited.
+TEST_F(KeptRegion, a_kept_region_is_removed_as_soon_as_a_start_that_needs_its_memory_can) {
+  ASSERT_EQ(::mount("tmpfs", directory_.c_str(), "tmpfs", 0, "size=24m"), 0) << "needs root";
+  {
+    Engine engine(kept("first", 16 * kMiB));
+    std::ranges::fill(engine.worker->area(0), std::byte{1});  // populates all of it
+    EXPECT_TRUE(engine.scheduler->keep());
+  }
+  const std::vector<std::string> before = names();
+  const std::string name = directory_ + "/" + before.at(0);
+  Signal held;
+  Child ending([&] {
+    const int file = ::open(name.c_str(), O_RDONLY | O_CLOEXEC), watch = ::inotify_init1(IN_CLOEXEC);
+    EXPECT_EQ(::flock(file, LOCK_SH), 0);
+    EXPECT_GE(::inotify_add_watch(watch, name.c_str(), IN_OPEN | IN_CLOSE), 0);
+    held.raise();
+    // The start opens the region three times before it waits: for leftovers, and twice when memory is short.
+    for (int left = 6; left > 0; --left) {
+      ::inotify_event event{};
+      ::pollfd ready{watch, POLLIN, 0};
+      if (::poll(&ready, 1, 10'000) != 1) break;
+      ASSERT_EQ(::read(watch, &event, sizeof(event)), ssize_t{sizeof(event)});
+    }
+  });
+  held.wait();
+  RegionOptions large = options(16 * kMiB, 1, "large");
+  large.share_for = "model";
+  std::unique_ptr<HostRegion> started;
+  EXPECT_NO_THROW(started = HostRegion::attach_worker(large, 0, some_geometry()));
+  EXPECT_EQ(ending.wait(), 0);
+  EXPECT_EQ(started ? started->swept() : std::vector<std::string>(), before);
+  started.reset();
   ::umount2(directory_.c_str(), MNT_DETACH);
 }
 

@@ -8,7 +8,12 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <array>
+#include <fstream>
+
 #include "memory/child_process.h"
+#include "memory/control_page.h"
 #include "memory/sharing_engine.h"
 #include "memory/shm_fixture.h"
 
@@ -469,6 +474,33 @@ TEST_F(KeptNeighbourTest, a_region_with_a_reader_is_not_taken_over_with_another_
 }
 
 // A reader that is stopped at any instruction must not keep the next engine from the region.
+TEST_F(KeptNeighbourTest, a_region_with_a_reader_is_not_taken_over_with_a_table_of_another_format) {
+  const auto reader = engine("reader");
+  Killed owner(*this, "owner", [](SharingEngine& one) { EXPECT_TRUE(one.store(3, 5)); });
+  reader->look_around();
+  const auto held = *reader->pin(5);
+  owner.kill();
+  // As a build with an earlier format would have left the region.
+  const RankGeometry geometry{{kPageBytes}, "test"};
+  const std::uint64_t now = ControlPage::layout_of(geometry);
+  const std::uint64_t earlier = ControlPage::layout_of(geometry, SharedRows::kFormat - 1);
+  const std::vector<std::string> files = names();
+  const auto kept_name = std::find_if(files.begin(), files.end(),
+                                      [](const auto& name) { return name.starts_with(kKeptNamePrefix); });
+  ASSERT_NE(kept_name, files.end());
+  std::fstream file(directory_ + "/" + *kept_name, std::ios::in | std::ios::out | std::ios::binary);
+  std::array<std::uint64_t, kPageBytes / 8> header{};
+  file.read(reinterpret_cast<char*>(header.data()), sizeof(header));
+  ASSERT_EQ(std::ranges::count(header, now), 1);
+  std::ranges::replace(header, now, earlier);
+  file.seekp(0);
+  file.write(reinterpret_cast<const char*>(header.data()), sizeof(header));
+  file.close();
+  const auto next = kept("next");
+  EXPECT_EQ(next->scheduler->kept().origin, RegionOrigin::kReplaced);
+  EXPECT_TRUE(reader->is_right(held));
+}
+
 TEST_F(KeptNeighbourTest, readers_of_a_killed_owner_neither_lock_the_file_nor_remove_its_names) {
   const auto reader = engine("reader");
   Killed owner(*this, "owner", [](SharingEngine& one) { EXPECT_TRUE(one.store(3, 5)); });

@@ -10,6 +10,7 @@
 #include <latch>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <string>
 
 #include "base/thread.h"
@@ -488,13 +489,16 @@ TEST(IoPool, close_abandons_a_stuck_thread_which_ends_its_op_later) {
 // A pool without threads, whose ops start one by one.
 class TenantTurns : public testing::Test {
  protected:
-  void queue(TenantId tenant, std::uint64_t first, int count, double cost = 1, bool urgent = false) {
+  void queue(TenantId tenant, std::uint64_t first, int count, double cost = 1, bool urgent = false,
+             Nanos time = Nanos{0}, float weight = 1) {
     std::vector<IoPool::Op> ops;
     for (int i = 0; i < count; ++i) {
-      ops.push_back(op(log_, first + static_cast<std::uint64_t>(i), Lane::kRead, nullptr));
+      ops.push_back(op(log_, first + static_cast<std::uint64_t>(i), Lane::kRead, nullptr,
+                       [this, time] { clock_.advance(time); }));
       ops.back().tenant = tenant;
       ops.back().cost = cost;
       ops.back().urgent = urgent;
+      ops.back().weight = weight;
     }
     pool_.submit(std::move(ops));
   }
@@ -506,6 +510,9 @@ class TenantTurns : public testing::Test {
     }
     return log_.order;
   }
+  // A read of as much as the first urgent op counts, and its time.
+  static constexpr double kRead = IoPool::kFirstUrgentSeconds / IoPool::kFirstSeconds;
+  static constexpr Nanos kReadTime{std::chrono::milliseconds(1)};
   static std::ptrdiff_t below(const std::vector<std::uint64_t>& tags, std::uint64_t end) {
     return std::count_if(tags.begin(), tags.end(), [end](std::uint64_t tag) { return tag < end; });
   }
@@ -525,8 +532,8 @@ TEST_F(TenantTurns, a_long_queue_delays_another_tenant_by_one_op) {
 }
 
 TEST_F(TenantTurns, tenants_start_costs_in_proportion_to_their_weights) {
-  queue(1, 0, 200, 1.0 / 0.75);
-  queue(2, 1000, 200, 1.0 / 0.25);
+  queue(1, 0, 200, 1, false, Nanos{0}, 0.75F);
+  queue(2, 1000, 200, 1, false, Nanos{0}, 0.25F);
   EXPECT_NEAR(static_cast<double>(below(run(200), 1000)), 150, 1);
 }
 
@@ -560,10 +567,74 @@ TEST_F(TenantTurns, a_tenant_that_ran_alone_is_not_made_to_wait_for_it) {
   EXPECT_GT(below(run(20), 1000), 4);
 }
 
-TEST_F(TenantTurns, urgent_ops_of_any_tenant_start_first) {
-  queue(1, 0, 5);
-  queue(2, 1000, 2, 1, true);
-  EXPECT_EQ(run(3), (std::vector<std::uint64_t>{1000, 1001, 0}));
+TEST_F(TenantTurns, urgent_ops_start_first_in_the_turns_of_their_tenant) {
+  queue(1, 0, 2, kRead);
+  queue(1, 10, 2, 1, true);
+  queue(2, 1000, 500, 1, true);
+  const auto tags = run(8);
+  std::vector<std::uint64_t> first;
+  std::copy_if(tags.begin(), tags.end(), std::back_inserter(first),
+               [](std::uint64_t tag) { return tag < 1000; });
+  EXPECT_EQ(first, (std::vector<std::uint64_t>{10, 11, 0, 1}))
+      << "each in turn with an op of the other tenant";
+}
+
+TEST_F(TenantTurns, another_op_starts_among_the_urgent_ops_of_its_tenant) {
+  queue(1, 0, 1, kRead);
+  queue(1, 10, 20, 1, true);
+  queue(2, 1000, 1, kRead);
+  queue(2, 1010, 20, 1, true);
+  const auto tags = run(2 * (IoPool::kUrgentPerNormal + 1));
+  EXPECT_EQ(std::set<std::uint64_t>(tags.end() - 2, tags.end()), (std::set<std::uint64_t>{0, 1000}));
+}
+
+TEST_F(TenantTurns, a_long_queue_of_urgent_ops_delays_another_tenants_reads_by_one_op) {
+  queue(2, 1000, 500, 1, true);
+  run(10);
+  queue(1, 0, 5, kRead);
+  EXPECT_EQ(below(run(10), 1000), 5);
+}
+
+TEST_F(TenantTurns, urgent_ops_count_by_their_time) {
+  for (const int times : {4, 1}) {
+    queue(1, 0, 300, kRead, false, kReadTime);
+    queue(2, 1000, 300, 1, true, times * kReadTime);
+    run(100);
+    EXPECT_NEAR(static_cast<double>(below(run(100), 1000)), 100.0 * times / (times + 1), 2) << times;
+    run(400);
+  }
+}
+
+TEST_F(TenantTurns, long_urgent_ops_of_a_tenant_start_less_often_than_short_ones_of_another) {
+  queue(1, 0, 200, 1, true, kReadTime);
+  queue(2, 1000, 200, 1, true, 3 * kReadTime);
+  EXPECT_NEAR(static_cast<double>(below(run(100), 1000)), 75, 2);
+}
+
+TEST_F(TenantTurns, ops_that_fail_at_once_do_not_make_urgent_ops_expensive) {
+  std::vector<IoPool::Op> failing;
+  for (std::uint64_t tag = 0; tag < 20; ++tag) {
+    failing.push_back(op(log_, tag, Lane::kRead, nullptr));
+    failing.back().cost = kRead;
+    failing.back().run = [this] {
+      clock_.advance(std::chrono::microseconds(1));
+      return Status::error(StatusKind::kNotFound, "no record");
+    };
+  }
+  pool_.submit(std::move(failing));
+  run(20);
+  queue(1, 100, 300, kRead, false, kReadTime);
+  queue(2, 1000, 300, 1, true, kReadTime);
+  EXPECT_NEAR(static_cast<double>(below(run(20), 1000)), 10, 1);
+}
+
+TEST_F(TenantTurns, a_stuck_urgent_op_does_not_delay_its_tenant_for_as_long) {
+  queue(2, 1000, 1, 1, true, std::chrono::seconds(100));
+  queue(2, 1001, 1, 1, true, kReadTime);
+  run(1);
+  queue(1, 10'000, 3000, kRead, false, kReadTime);
+  EXPECT_EQ(below(run(900), 2000), 0) << "it took the time of 1000 reads";
+  EXPECT_EQ(below(run(200), 2000), 1);
 }
 
 TEST_F(TenantTurns, a_long_queue_of_urgent_ops_delays_another_tenant_by_one_op) {
@@ -575,8 +646,8 @@ TEST_F(TenantTurns, a_long_queue_of_urgent_ops_delays_another_tenant_by_one_op) 
 }
 
 TEST_F(TenantTurns, tenants_start_urgent_ops_in_proportion_to_their_weights) {
-  queue(1, 0, 200, 1.0 / 0.75, true);
-  queue(2, 1000, 200, 1.0 / 0.25, true);
+  queue(1, 0, 200, 1, true, Nanos{0}, 0.75F);
+  queue(2, 1000, 200, 1, true, Nanos{0}, 0.25F);
   EXPECT_NEAR(static_cast<double>(below(run(200), 1000)), 150, 1);
 }
 
@@ -589,27 +660,11 @@ TEST_F(TenantTurns, an_idle_tenant_gains_no_urgent_ops_by_waiting) {
 }
 
 TEST_F(TenantTurns, urgent_ops_of_one_tenant_start_in_order) {
-  queue(3, 0, 20, 1.0 / 0.3, true);
-  queue(3, 20, 20, 1.0 / 0.7, true);
+  queue(3, 0, 20, 1, true, Nanos{0}, 0.3F);
+  queue(3, 20, 20, 1, true, Nanos{0}, 0.7F);
   std::vector<std::uint64_t> all(40);
   std::iota(all.begin(), all.end(), 0);
   EXPECT_EQ(run(40), all);
-}
-
-TEST_F(TenantTurns, urgent_ops_take_nothing_of_a_tenants_other_ops) {
-  queue(1, 10'000, 60, 1000, true);
-  queue(1, 0, 40);
-  queue(2, 1000, 40);
-  run(67);  // all urgent ops and seven others
-  EXPECT_NEAR(static_cast<double>(below(run(20), 1000)), 10, 1);
-}
-
-TEST_F(TenantTurns, another_op_starts_among_urgent_ops_of_several_tenants) {
-  queue(1, 0, 40, 1, true);
-  queue(2, 1000, 40, 1, true);
-  queue(3, 2000, 1);
-  const std::vector<std::uint64_t> tags = run(IoPool::kUrgentPerNormal + 1);
-  EXPECT_EQ(tags.back(), 2000u);
 }
 
 TEST_F(TenantTurns, a_cancelled_urgent_op_leaves_its_turn_to_the_next_one) {

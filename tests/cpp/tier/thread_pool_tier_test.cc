@@ -1163,6 +1163,64 @@ TEST_F(TenantOps, a_prompt_that_another_tenant_has_queued_is_looked_up_in_the_tu
   EXPECT_EQ(calls_for(keys(4)), 1) << "by one tenant";
 }
 
+TEST_F(TenantOps, a_long_queue_of_lookups_does_not_delay_the_reads_of_another_tenant) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  tier->prefetch_presence(prompt(1000, 200), lookup_for(2));
+  for (int i = 0; i < 10; ++i) pool->begin_next(Lane::kRead)();
+  for (OpId id = 0; id < 3; ++id) read(*tier, id, 1, 0.5, 4096);
+  EXPECT_EQ(run(*tier, pool, 4), 3) << "one lookup in between, at most";
+}
+
+TEST_F(TenantOps, a_new_prompt_of_two_tenants_is_looked_up_once) {
+  constexpr std::uint32_t kFirst = PresenceLookup::kFirstWindow;
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  for (const TenantId tenant : {1, 2})
+    tier->prefetch_presence(prompt(0, 4 * kFirst), {KeyOrder::kPrefix, tenant, 0.5});
+  pool->begin_next(Lane::kRead)();  // looks up a part of the first keys, and queues the other parts
+  ASSERT_EQ(tier->contains(key_of(kFirst - 1)), Presence::kLookupPending);
+  pool->begin_next(Lane::kRead)();  // of the other tenant
+  const auto queued = pool->depth(Lane::kRead).queued;
+  // As in the next step, and as a request that begins now.
+  tier->prefetch_presence(prompt(kFirst, 3 * kFirst), {KeyOrder::kPrefix, 2, 0.5});
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, queued);
+  run_reads(pool);
+  std::size_t asked = 0;
+  for (const auto& one : server_->asked()) asked += one.size();
+  EXPECT_EQ(asked, kFirst) << "later keys were looked up before these";
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
+}
+
+TEST_F(TenantOps, the_rest_of_a_prompt_is_looked_up_in_the_turn_of_the_first_due) {
+  constexpr std::uint32_t kFirst = PresenceLookup::kFirstWindow;
+  {
+    TierDriver user(open());
+    for (std::uint32_t i = 0; i < kFirst; ++i) ASSERT_TRUE(user.write(i));
+  }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, kFirst);
+  tier->prefetch_presence(prompt(0, 2 * kFirst), {KeyOrder::kPrefix, 2, 0.5});
+  for (std::uint32_t i = 0; i < 50; ++i) tier->prefetch_presence(prompt(10'000 + 10 * i, 4), lookup_for(2));
+  pool->begin_next(Lane::kRead)();
+  ASSERT_EQ(tier->contains(key_of(kFirst - 1)), Presence::kPresent);
+  tier->prefetch_presence(prompt(kFirst, kFirst), {KeyOrder::kPrefix, 1, 0.5});
+  for (int i = 0; i < 2; ++i) pool->begin_next(Lane::kRead)();
+  EXPECT_EQ(tier->contains(key_of(kFirst)), Presence::kAbsent) << "it waited for the other tenant's queue";
+  run_reads(pool);
+  EXPECT_EQ(calls_for(prompt(kFirst, kFirst)), 1);
+}
+
+TEST_F(ThreadPoolTierTest, a_prompt_ends_at_known_missing_keys) {
+  constexpr std::uint32_t kFirst = PresenceLookup::kFirstWindow;
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, kFirst);
+  tier->prefetch_presence(keys(kFirst), KeyOrder::kPrefix);
+  tier->prefetch_presence(keys(2 * kFirst), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(server_->asked().size(), 1u) << "keys after missing ones are not needed";
+}
+
 TEST_F(TenantOps, lookups_of_all_tenants_are_given_up_when_the_device_is_stuck) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
