@@ -92,7 +92,11 @@ class HostRegion:
         """Raises ResourceError naming the ranks that did not attach in time."""
     def geometry(self, rank: int) -> tuple[list[int], str]: ...
     @property
-    def num_areas(self) -> int: ...
+    def num_areas(self) -> int:
+        """Of the engine. The scheduler of an engine on several hosts learns it from a worker."""
+    @property
+    def ranks_per_area(self) -> int:
+        """The number of consecutive ranks that share an area; the first of them stores."""
     @property
     def area_bytes(self) -> int: ...
     def set_endpoint(self, rank: int, endpoint: str) -> None:

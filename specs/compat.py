@@ -527,6 +527,17 @@ def layer_may_lose(layer: Any, vllm_config: Any) -> bool:
     )
 
 
+def layer_is_replicated(layer: Any, vllm_config: Any) -> bool:
+    """True if vLLM declares that all tensor-parallel ranks hold the same bytes of a layer's cache.
+
+    Passes on vLLM's exceptions for unusual layers.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    spec = layer.get_kv_cache_spec(vllm_config)
+    return isinstance(spec, AttentionSpec) and getattr(spec, "max_tp_shards", None) == 1
+
+
 def layer_cache(layer: Any) -> Any | None:
     """Returns a layer's cache tensor in the shape that its backend uses; None unless there is exactly one."""
     cache: Any = getattr(layer, "kv_cache", None)

@@ -8,6 +8,7 @@ the scheduler builds its manager before that, and the manager needs the layouts 
 """
 
 import atexit
+import math
 import socket
 import threading
 import time
@@ -91,10 +92,54 @@ def refuse_on_several_hosts(hosts: Hosts | None, options: OffloadConfig, config:
     more = []
     if getattr(config, "canonical_layout", False):
         more.append("canonical_layout")
+    # vLLM does not set it for ranks on several hosts: only rank 0 would store then.
     if getattr(config, "replicated_layout", False):
-        more.append("a KV cache that all ranks share (replicated_layout)")
+        more.append("replicated_layout")
     if problem := several_hosts_problem(options, hosts.count, more):
         raise ValueError(problem)
+
+
+def ranks_per_area(hosts: Hosts | None, config: Any, replicated: bool) -> int:
+    """Returns how many consecutive ranks share an area of host memory, because they hold the same bytes.
+
+    Called by every rank; all ranks of an engine get the same number. The first rank of each area stores.
+    ``replicated``: vLLM's replicated_layout, which it sets only if all ranks are on one host. With ranks on
+    several hosts, the tensor-parallel ranks of a host share an area if their layers are replicated.
+    """
+    if replicated:
+        return int(config.parallel.world_size)
+    if hosts is None or not _is_replicated(config):
+        return 1
+    # vLLM numbers the tensor-parallel ranks of a pipeline stage consecutively.
+    return math.gcd(config.parallel.tp_size, hosts.ranks_each)
+
+
+def _is_replicated(config: Any) -> bool:
+    """True if all tensor-parallel ranks of a pipeline stage hold the same KV cache (MLA).
+
+    The conditions are those of vLLM's replicated_layout, except that pipelines and several hosts are allowed.
+    """
+    parallel = config.parallel
+    vllm_config = compat.current_vllm_config()
+    if vllm_config is None or parallel.world_size != parallel.tp_size * parallel.pp_size:
+        return False
+    # Only the last stage has the drafter's layers, so the stages could differ.
+    if parallel.pp_size > 1 and getattr(vllm_config, "speculative_config", None) is not None:
+        return False
+    known = vllm_config.compilation_config.static_forward_context
+    try:
+        return (
+            getattr(parallel, "dcp_size", 1) == 1
+            and bool(vllm_config.model_config.use_mla)
+            and all(
+                group.layer_names
+                and all(compat.layer_is_replicated(known[name], vllm_config) for name in group.layer_names)
+                for group in config.groups
+            )
+        )
+    except Exception as error:  # an unusual layer: each rank stores its own bytes
+        logger.debug("whether the KV cache is replicated is not known: %s", error)
+        return False
 
 
 def connect_rank(

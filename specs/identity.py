@@ -252,10 +252,11 @@ def groups_of_states(config: Any) -> list[bool]:
         return [False] * len(config.groups)
 
 
-def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
+def merge_fingerprints(texts: Sequence[str], ranks_per_area: int = 1) -> dict[str, Any]:
     """Merges the fingerprints of all ranks: rank 0's values, and the windows that any rank reports.
 
-    Raises ValueError if two ranks differ in a value that must be equal.
+    ``ranks_per_area``: as many consecutive ranks hold the same bytes. Raises ValueError if two ranks differ
+    in a value that must be equal.
     """
     ranks = [json.loads(text) for text in texts]
     merged = dict(ranks[0])
@@ -265,6 +266,14 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
                 raise ValueError(
                     f"rank {rank} has {key} {fingerprint.get(key)!r}, rank 0 has {merged.get(key)!r}; "
                     "all ranks of one engine must be started with the same settings"
+                )
+    for rank, fingerprint in enumerate(ranks):
+        first = rank - rank % ranks_per_area
+        for key, what in (("shard", "layers"), ("settings", "settings of the cache")):
+            if fingerprint[key] != ranks[first][key]:
+                raise ValueError(
+                    f"rank {rank} has other {what} than rank {first}, although vLLM declares that both hold "
+                    f"the same KV cache: {fingerprint[key]!r} and {ranks[first][key]!r}"
                 )
     merged["settings"] = dict(merged["settings"])
     if any(

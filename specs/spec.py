@@ -58,6 +58,7 @@ class KVOffloadSpec(OffloadingSpec):
         super().__init__(config)
         self._options = OffloadConfig.from_extra_config(config.extra_config)
         # With a replicated cache (pure MLA under TP) only rank 0 stores, and all ranks load from one area.
+        # vLLM never sets it if the ranks are on several hosts: see ranks_per_area.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
@@ -100,7 +101,7 @@ class KVOffloadSpec(OffloadingSpec):
         shard_bytes, merged = self._geometry(region)
         _log_layout(merged)
         identity, seed_is_random = namespace_identity(
-            self.config, shard_bytes, merged, self.replicated_layout, options.model_id
+            self.config, shard_bytes, merged, region.ranks_per_area > 1, options.model_id
         )
         calibration = calibration_for(options, identity, hosts is not None)
         identity = identity.with_error_bounds(
@@ -279,15 +280,17 @@ class KVOffloadSpec(OffloadingSpec):
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
         """Returns ([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""
         ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
-        per_area = [shards for shards, _ in ranks[: self.num_areas]]
-        merged = merge_fingerprints([text for _, text in ranks])
+        sharing = region.ranks_per_area
+        per_area = [shards for shards, _ in ranks[::sharing]]
+        merged = merge_fingerprints([text for _, text in ranks], sharing)
         # In other layouts the ranks of pipeline stages may differ in size.
-        alike = self.replicated_layout or merged.get("canonical")
+        alike = len(ranks) if merged.get("canonical") else sharing
         for rank, (shards, _) in enumerate(ranks):
-            if len(shards) != len(self.config.groups) or (alike and shards != per_area[0]):
+            first = rank - rank % alike
+            if len(shards) != len(self.config.groups) or shards != ranks[first][0]:
                 raise ValueError(
                     f"rank {rank} has chunks of {shards} bytes for {len(self.config.groups)} cache groups, "
-                    f"rank 0 of {per_area[0]}; the ranks of this engine do not run the same model"
+                    f"rank {first} of {ranks[first][0]}; the ranks of this engine do not run the same model"
                 )
         by_group = [[shards[group] for shards in per_area] for group in range(len(self.config.groups))]
         return by_group, merged

@@ -16,7 +16,7 @@ from . import compat
 from .bound_factors import layer_ranges_of
 from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
-from .hosts import connect_rank, hosts_of, refuse_on_several_hosts, serve_tiers
+from .hosts import connect_rank, hosts_of, ranks_per_area, refuse_on_several_hosts, serve_tiers
 from .identity import groups_of_states, keep_for, share_for, worker_fingerprint
 from .kv_runs import head_orders_of, kv_runs_of
 from .load_spec import RowLoadStoreSpec
@@ -47,7 +47,8 @@ class KVOffloadWorker(OffloadingWorker):
         stores: bool = True,
     ) -> None:
         self._rank_worker = rank_worker
-        # False: another rank stores the same bytes. With a canonical layout vLLM sends stores to every rank.
+        # False: another rank stores the same bytes. With a canonical layout and with ranks on several hosts,
+        # vLLM sends stores to every rank.
         self._stores = stores
         self._left_out: list[int] = []  # store jobs skipped for that reason, not yet reported
         self._running: set[int] = set()  # the core's jobs, not yet reported
@@ -146,7 +147,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         canonical_pages(config, kv_caches, replicated) if getattr(config, "canonical_layout", False) else None
     )
     shards = canonical.shards_per_area if isinstance(canonical, CanonicalPages) else 1
-    area = 0 if replicated else parallel.rank
+    sharing = ranks_per_area(hosts, config, replicated)
+    area = parallel.rank // sharing
     is_calibrated = options.calibration_file() is not None
     if parallel.rank == 0:
         log_long_chunks(config, windows)
@@ -155,7 +157,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     region = _core.HostRegion.attach_worker(
         config.engine_id if hosts is None else hosts.region_id(config.engine_id),
         options.cpu_bytes_to_use,
-        1 if replicated else parallel.world_size,
+        parallel.world_size // sharing,
         parallel.world_size,
         parallel.rank,
         [
@@ -185,7 +187,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         serve_tiers(agent, hosts, options)
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that has ended", name)
-    first = not replicated or parallel.rank == 0
+    first = parallel.rank % sharing == 0
     ranks_here = parallel.world_size if hosts is None else hosts.ranks_each
     _prepare_memory(region, area, ranks_here, copier, device, options.prefault, first)
     metrics = _core.Metrics()

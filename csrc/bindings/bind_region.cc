@@ -113,6 +113,7 @@ void bind_region(py::module_& module) {
           },
           py::arg("rank"))
       .def_property_readonly("num_areas", &HostRegion::num_areas)
+      .def_property_readonly("ranks_per_area", &HostRegion::ranks_per_area)
       .def_property_readonly("area_bytes", &HostRegion::area_bytes)
       .def("set_endpoint", &HostRegion::set_endpoint, py::arg("rank"), py::arg("endpoint"))
       .def_property_readonly("local_ranks", &HostRegion::local_ranks)

@@ -153,13 +153,14 @@ const HostTiers::Impl::Layout& HostTiers::Impl::layout() const {
   const MutexLock lock(mutex);
   if (!known_layout.empty()) return known_layout;
   Layout made_layout;  // completed before anyone sees it
-  for (std::uint32_t i = 0; i < region->local_ranks(); ++i) {
-    const std::uint32_t rank = region->first_rank() + i;
-    const std::vector<std::uint64_t> shard_bytes = region->geometry(rank).shard_bytes;
+  for (std::uint32_t i = 0; i < region->local_areas(); ++i) {
+    const std::uint32_t area = region->first_area() + i;
+    const std::vector<std::uint64_t> shard_bytes =
+        region->geometry(area * region->ranks_per_area()).shard_bytes;
     made_layout.resize(std::max(made_layout.size(), shard_bytes.size()),
                        std::vector<std::uint64_t>(region->num_areas()));
     for (std::size_t group = 0; group < shard_bytes.size(); ++group)
-      made_layout[group][rank] = shard_bytes[group];
+      made_layout[group][area] = shard_bytes[group];
   }
   known_layout = std::move(made_layout);
   return known_layout;

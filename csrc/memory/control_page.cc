@@ -101,11 +101,15 @@ std::uint64_t ControlPage::padded_bytes(std::uint32_t num_workers) {
   return round_up(bytes(num_workers), kHugePageBytes);
 }
 
-std::uint32_t ControlPage::local_ranks_of(std::byte* base, const Sizes& sizes) {
+ControlPage::Sizes ControlPage::with_ranks_of(std::byte* base, const Sizes& sizes) {
   const Header& header = *reinterpret_cast<Header*>(base);
-  if (header.magic.load(std::memory_order_acquire) != kMagic || header.version != kVersion) return 0;
-  const bool fits = header.sizes.num_workers == sizes.num_workers && header.sizes.first_rank == 0;
-  return fits ? header.sizes.local_ranks : 0;
+  if (header.magic.load(std::memory_order_acquire) != kMagic || header.version != kVersion) return sizes;
+  const Sizes& made = header.sizes;
+  if (made.num_workers != sizes.num_workers || made.first_rank != 0) return sizes;
+  Sizes taken = sizes;
+  taken.local_ranks = made.local_ranks;
+  if (made.local_ranks < made.num_workers) taken.num_areas = made.num_areas;
+  return taken;
 }
 
 void ControlPage::initialise(std::byte* base, const Sizes& sizes) {

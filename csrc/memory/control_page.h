@@ -40,13 +40,18 @@ class ControlPage {
     std::uint32_t first_rank = 0;
     std::uint32_t local_ranks = 0;
     bool is_local(std::uint32_t rank) const { return rank >= first_rank && rank - first_rank < local_ranks; }
+    // Consecutive ranks of one host that share an area. REQUIRES: num_areas divides num_workers.
+    std::uint32_t ranks_per_area() const { return num_workers / num_areas; }
+    std::uint32_t area_of(std::uint32_t rank) const { return rank / ranks_per_area(); }
+    std::uint32_t first_area() const { return area_of(first_rank); }  // of this host
+    std::uint32_t local_areas() const { return local_ranks / ranks_per_area(); }
   };
 
   static std::uint64_t bytes(std::uint32_t num_workers);         // without the padding
   static std::uint64_t padded_bytes(std::uint32_t num_workers);  // area 0 starts here
-  // Returns local_ranks of the region's host, if `base` is the page of a host that has rank 0 and these
-  // sizes; otherwise 0.
-  static std::uint32_t local_ranks_of(std::byte* base, const Sizes& sizes);
+  // Returns `sizes` with local_ranks and, if there are other hosts, num_areas of the region at `base`.
+  // Returns them unchanged if it is no region, or one of another host or number of ranks.
+  static Sizes with_ranks_of(std::byte* base, const Sizes& sizes);
   // Called once by the process that creates the file, before other processes can see it. `base` is zeroed.
   static void initialise(std::byte* base, const Sizes& sizes);
   // Resets the page to its initial state, except for the region set and shared_layout(). For a process that

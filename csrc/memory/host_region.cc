@@ -152,8 +152,8 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
   if (options.num_workers < 1 || options.num_workers > kMostWorkers) {
     throw_invalid("{} workers were given; 1 to {} are possible", options.num_workers, kMostWorkers);
   }
-  if (options.num_areas != 1 && options.num_areas != options.num_workers) {
-    throw_invalid("{} areas were given for {} workers; use one for each worker or one for all",
+  if (options.num_areas < 1 || options.num_workers % options.num_areas != 0) {
+    throw_invalid("{} areas were given for {} workers; each area needs the same number of workers",
                   options.num_areas, options.num_workers);
   }
   std::uint64_t area_bytes = options.bytes / options.num_areas;
@@ -161,7 +161,7 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
   area_bytes = round_down(area_bytes, area_bytes >= kLargeArea ? kHugePageBytes : kPageBytes);
   if (area_bytes == 0 || options.bytes > std::uint64_t{1} << 60) {
     throw_invalid(
-        "cpu_bytes_to_use is {} bytes; at least {} per rank ({} ranks) and at most 1 EiB are possible",
+        "cpu_bytes_to_use is {} bytes; at least {} per area ({} areas) and at most 1 EiB are possible",
         options.bytes, kPageBytes, options.num_areas);
   }
   ControlPage::Sizes sizes{.bytes = options.bytes,
@@ -180,18 +180,14 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
   sizes.local_ranks = options.local_ranks;
   if (options.local_ranks == options.num_workers) return sizes;
   // Other ranks are on other hosts, and so are their areas.
-  if (options.num_areas != options.num_workers)
-    throw_invalid("one area for all ranks was given; ranks on several hosts need one area each");
+  if (sizes.first_rank % sizes.ranks_per_area() != 0 || sizes.local_ranks % sizes.ranks_per_area() != 0) {
+    throw_invalid(
+        "{} areas for {} ranks were given, and this host has {} ranks from rank {} on: ranks on "
+        "several hosts cannot share an area",
+        sizes.num_areas, sizes.num_workers, sizes.local_ranks, sizes.first_rank);
+  }
   if (!options.share_for.empty()) throw_invalid("host memory of ranks on several hosts cannot be shared");
   return sizes;
-}
-
-// The areas in this host's region: [first_area, first_area + areas_here).
-std::uint32_t first_area(const ControlPage::Sizes& sizes) {
-  return sizes.num_areas == 1 ? 0 : sizes.first_rank;
-}
-std::uint32_t areas_here(const ControlPage::Sizes& sizes) {
-  return sizes.num_areas == 1 ? 1 : sizes.local_ranks;
 }
 
 std::string remedy_for(const MemoryHeadroom& headroom, const std::string& shm_directory) {
@@ -238,7 +234,7 @@ void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vec
 }
 
 std::uint64_t memory_of(const ControlPage::Sizes& sizes) {
-  return ControlPage::bytes(sizes.num_workers) + sizes.area_bytes * areas_here(sizes);
+  return ControlPage::bytes(sizes.num_workers) + sizes.area_bytes * sizes.local_areas();
 }
 
 // An unknown headroom does not limit. For threads, which must not throw.
@@ -327,9 +323,9 @@ struct HostRegion::Impl {
     if (!options.share_for.empty()) name += fmt::format(" shared for {}", options.share_for);
     return name;
   }
-  std::uint64_t bytes() const { return area_offset(first_area(sizes) + areas_here(sizes)); }
+  std::uint64_t bytes() const { return area_offset(sizes.first_area() + sizes.local_areas()); }
   std::uint64_t area_offset(std::uint32_t index) const {
-    return ControlPage::padded_bytes(sizes.num_workers) + (index - first_area(sizes)) * sizes.area_bytes;
+    return ControlPage::padded_bytes(sizes.num_workers) + (index - sizes.first_area()) * sizes.area_bytes;
   }
   // Distance of the places in the window. Areas > 1 GiB stay aligned with the pieces that CUDA registers. A
   // gap after each area keeps copies from being merged over two registrations.
@@ -353,15 +349,17 @@ HostRegion::Impl::Impl(const RegionOptions& given, const RankGeometry* first, bo
   file = open_file(first);
   if (is_scheduler && options.local_ranks == 0 && file.size() >= kPageBytes) {
     const Mapping page(file.fd(), kPageBytes);
-    options.local_ranks = ControlPage::local_ranks_of(page.start(), sizes);
+    const ControlPage::Sizes known = ControlPage::with_ranks_of(page.start(), sizes);
+    options.local_ranks = known.local_ranks;
+    options.num_areas = known.num_areas;
     sizes = sizes_of(options);
   }
   check_agreement(file.fd(), bytes(), options, sizes);
   mapping = Mapping(file.fd(), bytes());
   control = ControlPage(mapping.start(), sizes);
   if (first != nullptr && !options.keep_for.empty()) control.set_origin(origin);
-  std::byte* const areas = mapping.start() + area_offset(first_area(sizes));
-  const std::size_t areas_bytes = sizes.area_bytes * areas_here(sizes);
+  std::byte* const areas = mapping.start() + area_offset(sizes.first_area());
+  const std::size_t areas_bytes = sizes.area_bytes * sizes.local_areas();
   ::madvise(areas, areas_bytes, MADV_DONTDUMP);
   if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // a hint: it may fail
 }
@@ -393,9 +391,9 @@ SharedFile HostRegion::Impl::open_file(const RankGeometry* first) {
 void HostRegion::Impl::check_area(std::uint32_t index) const {
   if (index >= sizes.num_areas)
     throw_invalid("area {} is out of range; there are {}", index, sizes.num_areas);
-  if (index - first_area(sizes) >= areas_here(sizes))  // wraps around below the first one
-    throw_invalid("area {} is on another host; this one has {} from {} on", index, areas_here(sizes),
-                  first_area(sizes));
+  if (index - sizes.first_area() >= sizes.local_areas())  // wraps around below the first one
+    throw_invalid("area {} is on another host; this one has {} from {} on", index, sizes.local_areas(),
+                  sizes.first_area());
 }
 
 void HostRegion::Impl::check_rank(std::uint32_t rank) const {
@@ -466,6 +464,9 @@ RankGeometry HostRegion::geometry(std::uint32_t rank) const {
 }
 
 std::uint32_t HostRegion::num_areas() const { return impl_->sizes.num_areas; }
+std::uint32_t HostRegion::ranks_per_area() const { return impl_->sizes.ranks_per_area(); }
+std::uint32_t HostRegion::first_area() const { return impl_->sizes.first_area(); }
+std::uint32_t HostRegion::local_areas() const { return impl_->sizes.local_areas(); }
 std::uint64_t HostRegion::area_bytes() const { return impl_->sizes.area_bytes; }
 
 std::span<std::byte> HostRegion::area(std::uint32_t index) const {
@@ -578,10 +579,9 @@ void HostRegion::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_
 
 TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, TicketKind kind) const {
   if (ticket == kNoTicket) throw std::logic_error("result() was called without a ticket");
-  const bool only_rank_0 = kind == TicketKind::kStore && impl_->sizes.num_areas == 1;
-  const std::uint32_t reporting = only_rank_0 ? 1 : impl_->sizes.num_workers;
+  const std::uint32_t step = kind == TicketKind::kStore ? impl_->sizes.ranks_per_area() : 1;
   std::uint64_t all_failed = 0;
-  for (std::uint32_t rank = 0; rank < reporting; ++rank) {
+  for (std::uint32_t rank = 0; rank < impl_->sizes.num_workers; rank += step) {
     std::uint64_t failed = 0;
     if (impl_->control.result(rank, ticket, &failed) == TicketResult::kPending) return TicketResult::kPending;
     all_failed |= failed;
@@ -627,7 +627,7 @@ std::uint32_t HostRegion::Impl::neighbour_slots() const {
 
 void HostRegion::Impl::open_window(std::uint32_t worker) {
   rank = worker;
-  own_area = sizes.num_areas == 1 ? 0 : worker;
+  own_area = sizes.area_of(worker);
   if (options.share_for.empty()) return;
   Window opened(slot_bytes(), 1 + neighbour_slots());
   if (const int error =

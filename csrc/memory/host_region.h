@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // HostRegion: the host memory of one engine, shared by its scheduler process and its workers (design: one
-// mapping, one area per rank, one control page).
+// mapping, one area per rank, one control page). Ranks of one host that hold the same bytes (a replicated
+// cache) share an area: the first of them stores, and all of them load.
 //
 //   [ control | area 0 | area 1 | ... | area N-1 ]
 //
@@ -8,9 +9,10 @@
 // of the region is >= 16 MiB).
 //
 // If an engine's ranks span several hosts, each host has a region with the areas of its own ranks, and a
-// control page for all ranks. A row is at the same place on every host. The scheduler, on the host of rank 0,
-// is the only process that chooses rows. It learns what the ranks of the other hosts publish and report from
-// HostLinks, which enters it in the control page of the scheduler's host.
+// control page for all ranks. Ranks of different hosts never share an area. A row is at the same place on
+// every host. The scheduler, on the host of rank 0, is the only process that chooses rows. It learns what the
+// ranks of the other hosts publish and report from HostLinks, which enters it in the control page of the
+// scheduler's host.
 //
 // A row is at the same place (RowId = 4 KiB page number) in every area. So a rank touches, pins and prefaults
 // only its own area, and one vectored call gathers a record from all areas.
@@ -29,11 +31,11 @@
 // and other sizes, and any start that would otherwise lack the memory.
 //
 // On several hosts only the scheduler's region has that table. It describes the rows of all hosts: a row is
-// in it only after the ranks of all hosts have reported their copies, and is removed from it before any rank
-// is told to write the row. So the table is right about the memory of another host, whatever process was
-// killed when, if that memory is the one that the table was written for. A region set says that: one random
-// id in the regions of all hosts (see HostLinks::keep_memory). A region gets another id before other rows are
-// written.
+// in it only after the ranks of all hosts that store have reported their copies, and is removed from it
+// before any rank is told to write the row. So the table is right about the memory of another host, whatever
+// process was killed when, if that memory is the one that the table was written for. A region set says that:
+// one random id in the regions of all hosts (see HostLinks::keep_memory). A region gets another id before
+// other rows are written.
 //
 // With share_for, other engines of the host read rows of this region (NeighbourRegion), and this engine's
 // workers map areas of neighbours read-only after their own:
@@ -73,11 +75,11 @@
 namespace kv_offload {
 
 struct RegionOptions {
-  std::string engine_id;        // equal in all processes of one engine
-  std::uint64_t bytes = 0;      // cpu_bytes_to_use: for the whole engine, exact
-  std::uint32_t num_areas = 1;  // ranks; 1 for a replicated cache. <= 64
-  // Processes that attach in addition to the scheduler (= world size; larger than num_areas for a replicated
-  // cache). <= 64
+  std::string engine_id;    // equal in all processes of one engine
+  std::uint64_t bytes = 0;  // cpu_bytes_to_use: for the whole engine, exact
+  // Of the whole engine. Divides num_workers: as many consecutive ranks share each area. <= 64
+  std::uint32_t num_areas = 1;
+  // Processes that attach in addition to the scheduler (= world size). <= 64
   std::uint32_t num_workers = 1;
   std::string shm_directory = "/dev/shm";
   bool huge_pages = true;  // madvise(MADV_HUGEPAGE) where available
@@ -88,8 +90,8 @@ struct RegionOptions {
   // engine. Empty: the region is not shared. A region with both is adopted only by an engine with both.
   std::string share_for{};
   // If the ranks span several hosts: those of this host are [first_rank, first_rank + local_ranks).
-  // local_ranks 0: all ranks are on this host. REQUIRES otherwise: num_areas == num_workers, and share_for is
-  // empty.
+  // local_ranks 0: all ranks are on this host. REQUIRES otherwise: the ranks of an area are on one host, and
+  // share_for is empty.
   std::uint32_t first_rank = 0;
   std::uint32_t local_ranks = 0;
 };
@@ -143,8 +145,7 @@ enum class TicketResult : std::uint8_t {
   kDone,     // every rank reported; see failed_groups
 };
 
-// Which workers get a job and report its ticket: all of them, except that only rank 0 stores a replicated
-// cache (num_areas 1, several workers).
+// Which workers get a job and report its ticket: all of them load, and the first rank of each area stores.
 enum class TicketKind : std::uint8_t { kStore, kLoad };
 
 class HostRegion {
@@ -152,10 +153,11 @@ class HostRegion {
   static constexpr std::size_t kTicketSlots = 16384;
 
   // Attaches as the scheduler. If options.local_ranks is 0 and a worker of this host was first, takes over
-  // its local_ranks: vLLM does not tell its scheduler how many hosts there are. Throws ResourceError (stating
-  // the requested and available bytes and cpu_bytes_to_use) or InvalidArgument; nothing remains then.
+  // its local_ranks and, if there are other hosts, its num_areas: vLLM does not tell its scheduler how many
+  // hosts there are. Throws ResourceError (stating the requested and available bytes and cpu_bytes_to_use) or
+  // InvalidArgument; nothing remains then.
   static std::unique_ptr<HostRegion> attach_scheduler(const RegionOptions& options);
-  // Attaches as worker `rank` (area = rank, or 0 when replicated) and publishes its geometry. Throws as
+  // Attaches as worker `rank`, whose area is rank / ranks_per_area(), and publishes its geometry. Throws as
   // above, even if the processes' sizes disagree.
   static std::unique_ptr<HostRegion> attach_worker(const RegionOptions& options, std::uint32_t rank,
                                                    const RankGeometry& geometry);
@@ -169,9 +171,13 @@ class HostRegion {
   // REQUIRES: wait_for_ranks succeeded (or the caller is that rank).
   RankGeometry geometry(std::uint32_t rank) const;
 
-  std::uint32_t num_areas() const;
+  std::uint32_t num_areas() const;       // of the engine
+  std::uint32_t ranks_per_area() const;  // the first of them stores
+  // The areas of this host: [first_area(), first_area() + local_areas()).
+  std::uint32_t first_area() const;
+  std::uint32_t local_areas() const;
   std::uint64_t area_bytes() const;  // multiple of 4 KiB (2 MiB where large enough)
-  // REQUIRES: the area of a rank of this host.
+  // REQUIRES: an area of this host.
   std::span<std::byte> area(std::uint32_t index) const;
   // Returns [row * 4 KiB, + bytes) in area `index`, or in a neighbour's if this is a worker's own area.
   // REQUIRES: inside the area.

@@ -8,9 +8,7 @@ namespace {
 
 // The areas of this host: [first, end).
 struct Areas {
-  explicit Areas(const HostRegion& region)
-      : first(region.spans_hosts() ? region.first_rank() : 0),
-        end(region.spans_hosts() ? first + region.local_ranks() : region.num_areas()) {}
+  explicit Areas(const HostRegion& region) : first(region.first_area()), end(first + region.local_areas()) {}
   std::uint32_t first, end;
 };
 

@@ -606,6 +606,16 @@ TEST_F(FakeHostTest, other_sizes_are_refused_with_both_values) {
                          "its cpu_bytes_to_use is 12345678 and that of this host is 6291456"));
 }
 
+TEST_F(FakeHostTest, another_number_of_areas_is_refused) {
+  const auto links = this->links();
+  const auto peer = handshake();
+  HostJoin other = join();
+  other.num_areas = 1;
+  peer->send(frame(FrameType::kJoin, encode(other)));
+  EXPECT_TRUE(
+      fails_with(*links, StatusKind::kUnavailable, "its number of areas is 1 and that of this host is 3"));
+}
+
 TEST_F(FakeHostTest, other_ranks_than_expected_are_refused) {
   const auto links = this->links();
   const auto peer = handshake();

@@ -50,6 +50,19 @@ TEST_F(HostTiersTest, each_host_stores_and_loads_its_own_part) {
   EXPECT_GT(tier_->estimate_read_seconds(1 << 20), 0);
 }
 
+TEST_F(HostTiersTest, ranks_that_share_the_area_of_their_host_have_one_shard) {
+  ranks_each_ = 3;
+  start();
+  const Completion ended = finish(start_op(OpKind::kWrite, 1));
+  EXPECT_TRUE(ended.status.is_ok());
+  EXPECT_EQ(ended.bytes, kHosts * kShardBytes);
+  restart();
+  EXPECT_TRUE(has(1));
+  EXPECT_TRUE(read(1).is_ok());
+  EXPECT_EQ(records_on(0), 1u);
+  EXPECT_EQ(records_on(1), 1u);
+}
+
 TEST_F(HostTiersTest, chunks_of_all_groups_have_a_part_on_each_host) {
   // Host 0 has no bytes of group 1.
   start();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine on two hosts with one rank each, both in this process: each host has a region and a directory of
-// its own, and they talk over the loopback interface. A derived class may open tiers of another kind.
+// An engine on two hosts, both in this process: each host has one area, a region and a directory of its own,
+// and they talk over the loopback interface. A derived class may open tiers of another kind, or give each
+// host several ranks that share its area.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -103,17 +104,21 @@ class TwoHosts : public ShmTest {
   ~TwoHosts() override { stop(); }
 
   RegionOptions region_options(std::uint32_t host) const {
-    RegionOptions made = options(4 * kMiB, kHosts, host == 0 ? "engine" : "engine host 1");
-    made.first_rank = host;
-    made.local_ranks = 1;
+    RegionOptions made = options(4 * kMiB, kHosts * ranks_each_, host == 0 ? "engine" : "engine host 1");
+    made.num_areas = kHosts;
+    made.first_rank = host * ranks_each_;
+    made.local_ranks = ranks_each_;
     return made;
   }
 
   // Starts the engine: its regions, the agent of host 1, the connection, and the tiers of both hosts.
   void start() {
-    for (std::uint32_t host = 0; host < kHosts; ++host)
-      region_[host] =
-          HostRegion::attach_worker(region_options(host), host, {{kShardBytes, host * kPageBytes}, "layout"});
+    for (std::uint32_t host = 0; host < kHosts; ++host) {
+      for (std::uint32_t i = ranks_each_; i-- > 0;) {
+        region_[host] = HostRegion::attach_worker(region_options(host), host * ranks_each_ + i,
+                                                  {{kShardBytes, host * kPageBytes}, "layout"});
+      }
+    }
     scheduler_ = HostRegion::attach_scheduler(region_options(0));
     HostAgent::Options agent;
     agent.address = "127.0.0.1";
@@ -121,12 +126,13 @@ class TwoHosts : public ShmTest {
     agent.silence = kPatience;
     agent_ = std::make_unique<HostAgent>(region_[1], agent);
     opener_ = std::thread([this, &tiers = agent_->tiers()] { answer_requests(tiers); });
-    region_[0]->set_endpoint(1, agent_->endpoint());
+    region_[0]->set_endpoint(ranks_each_, agent_->endpoint());
     HostLinks::Options made;
     made.version = "1.2.3";
     made.silence = made.alive_interval = made.connect_timeout = kPatience;
     made.first_pause = made.last_pause = std::chrono::milliseconds(1);
-    links_ = std::make_unique<HostLinks>(scheduler_, std::vector<RemoteHost>{{1, 1}}, made);
+    links_ =
+        std::make_unique<HostLinks>(scheduler_, std::vector<RemoteHost>{{ranks_each_, ranks_each_}}, made);
     ASSERT_TRUE(links_->wait_until_connected(kPatience).is_ok());
     Tiers opened = open_on_all_hosts(*links_, *scheduler_, 1,
                                      [&](const std::vector<EpochChoice>& epochs) {
@@ -256,6 +262,7 @@ class TwoHosts : public ShmTest {
   std::unique_ptr<Tier> tier_;
   std::vector<TierRemoval> removals_;
   std::uint32_t weights = 0;
+  std::uint32_t ranks_each_ = 1;  // of a host; set it before start()
   RemoteTierOptions remote_;
   std::string problem_;  // host 1 does not open its tiers for this reason
 

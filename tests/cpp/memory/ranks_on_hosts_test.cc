@@ -5,6 +5,7 @@
 #include <map>
 
 #include "memory/host_region.h"
+#include "memory/row_shards.h"
 #include "memory/shm_fixture.h"
 
 namespace kv_offload {
@@ -150,14 +151,119 @@ TEST_F(RanksOnHosts, ranks_outside_the_engine_or_the_host_are_refused) {
   EXPECT_TRUE(names().empty());
 }
 
-TEST_F(RanksOnHosts, shared_areas_and_shared_memory_are_refused) {
-  RegionOptions one_area = host(0), shared = host(0);
+TEST_F(RanksOnHosts, areas_over_several_hosts_and_shared_memory_are_refused) {
+  RegionOptions one_area = host(0), shared = host(0), last_three = host(1);
   one_area.num_areas = 1;
   shared.share_for = "model";
+  last_three.num_areas = 2;
+  last_three.first_rank = 1;
+  last_three.local_ranks = 3;
   EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(one_area); }),
-              HasSubstr("need one area each"));
+              HasSubstr("1 areas for 4 ranks were given, and this host has 2 ranks from rank 0 on"));
+  EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_worker(last_three, 1, some_geometry()); }),
+              HasSubstr("3 ranks from rank 1 on: ranks on several hosts cannot share an area"));
   EXPECT_THAT(message_of<InvalidArgument>([&] { HostRegion::attach_scheduler(shared); }),
               HasSubstr("cannot be shared"));
+}
+
+// The ranks of each host hold the same bytes: one area per host.
+class SharedAreas : public RanksOnHosts {
+ protected:
+  RegionOptions host(std::uint32_t number) const {
+    RegionOptions made = RanksOnHosts::host(number);
+    made.num_areas = 2;
+    return made;
+  }
+  std::unique_ptr<HostRegion> worker(std::uint32_t rank) const {
+    return HostRegion::attach_worker(host(rank / 2), rank, some_geometry(rank));
+  }
+};
+
+TEST_F(SharedAreas, the_ranks_of_a_host_have_one_area) {
+  const auto second = worker(2);
+  EXPECT_LT(std::filesystem::file_size(directory_ + "/" + names().at(0)), 5 * kMiB)
+      << "the file has room for an area of each rank";
+  const auto third = worker(3);
+  EXPECT_EQ(third->ranks_per_area(), 2u);
+  EXPECT_EQ(third->first_area(), 1u);
+  EXPECT_EQ(third->local_areas(), 1u);
+  EXPECT_EQ(third->area_bytes(), 2 * kMiB);
+  second->area(1).back() = std::byte{5};
+  EXPECT_EQ(third->area(1).back(), std::byte{5});
+  EXPECT_EQ(third->window().size(), 2 * kMiB);
+  EXPECT_THAT(message_of<InvalidArgument>([&] { (void)third->area(0); }),
+              HasSubstr("area 0 is on another host; this one has 1 from 1 on"));
+}
+
+TEST_F(SharedAreas, a_store_needs_the_first_rank_of_each_host_and_a_load_all_ranks) {
+  const auto scheduler = HostRegion::attach_scheduler(host(0));
+  std::uint64_t failed = 0;
+  scheduler->report(0, 5, 0b1);
+  scheduler->report(1, 5, 0b1000);
+  EXPECT_EQ(scheduler->result(5, &failed), TicketResult::kPending);
+  scheduler->report(2, 5, 0b10);
+  EXPECT_EQ(scheduler->result(5, &failed), TicketResult::kDone);
+  EXPECT_EQ(failed, 0b11u);
+  EXPECT_EQ(scheduler->result(5, &failed, TicketKind::kLoad), TicketResult::kPending);
+  scheduler->report(3, 5, 0b100);
+  EXPECT_EQ(scheduler->result(5, &failed, TicketKind::kLoad), TicketResult::kDone);
+  EXPECT_EQ(failed, 0b1111u);
+}
+
+TEST_F(SharedAreas, a_scheduler_learns_the_areas_from_a_worker) {
+  const auto rank = worker(1);
+  RegionOptions unknown = RanksOnHosts::host(0);
+  unknown.local_ranks = 0;
+  const auto scheduler = HostRegion::attach_scheduler(unknown);
+  EXPECT_EQ(scheduler->num_areas(), 2u);
+  EXPECT_EQ(scheduler->options().num_areas, 2u);
+  scheduler->area(0).back() = std::byte{7};
+  EXPECT_EQ(rank->area(0).back(), std::byte{7});
+}
+
+TEST_F(SharedAreas, a_rank_with_other_areas_is_refused) {
+  const auto first = worker(2);
+  EXPECT_THAT(message_of<InvalidArgument>(
+                  [&] { HostRegion::attach_worker(RanksOnHosts::host(1), 3, some_geometry()); }),
+              HasSubstr("the number of areas is 4 in this process and 2"));
+}
+
+TEST_F(SharedAreas, a_kept_region_with_other_areas_is_replaced) {
+  for (const bool is_shared : {false, true}) {
+    RegionOptions made = is_shared ? host(1) : RanksOnHosts::host(1);
+    made.keep_for = "model";
+    const auto rank = HostRegion::attach_worker(made, 2, some_geometry());
+    EXPECT_EQ(rank->kept().origin, is_shared ? RegionOrigin::kReplaced : RegionOrigin::kNew);
+    EXPECT_TRUE(rank->keep());
+  }
+}
+
+TEST_F(SharedAreas, a_row_has_one_shard_on_each_host) {
+  const auto scheduler = HostRegion::attach_scheduler(host(0));
+  const auto rank = worker(3);
+  const std::uint64_t bytes[] = {4096, 8192};
+  const std::vector<Shard> first = shards_of_row(*scheduler, 3, bytes, 1),
+                           other = shards_of_row(*rank, 3, bytes, 1);
+  ASSERT_EQ(first.size(), 1u);
+  ASSERT_EQ(other.size(), 1u);
+  EXPECT_EQ(first[0].size(), 4096u);
+  EXPECT_EQ(other[0].size(), 8192u);
+  EXPECT_EQ(other[0].data(), rank->area(1).data() + 3 * kPageBytes);
+  EXPECT_TRUE(fits_area(*rank, 510, bytes));
+  EXPECT_FALSE(fits_area(*rank, 511, bytes));
+}
+
+// Two stages of a pipeline with two tensor-parallel ranks each, on one host.
+TEST_F(SharedAreas, a_host_may_have_several_shared_areas) {
+  RegionOptions made = options(6 * kMiB, 6, "stages");
+  made.num_areas = 3;
+  made.local_ranks = 4;
+  const auto rank = HostRegion::attach_worker(made, 3, some_geometry());
+  EXPECT_EQ(rank->local_areas(), 2u);
+  EXPECT_EQ(rank->window().data(), rank->area(1).data());
+  EXPECT_EQ(rank->area(1).data() - rank->area(0).data(), 2 * static_cast<std::ptrdiff_t>(kMiB));
+  const std::uint64_t bytes[] = {4096, 8192, 4096};
+  EXPECT_EQ(shards_of_row(*rank, 0, bytes, 1).size(), 2u);
 }
 
 // The hosts may be containers with one /dev/shm.

@@ -65,6 +65,8 @@ TOKENS = 200
 WHOLE = 192  # tokens of a prompt that are in whole chunks
 
 TWO = replace(FULL, world_size=2, hosts=2, extra={"cpu_bytes_to_use": "1MiB", "load_policy": "always"})
+# The ranks of a host hold the same bytes: the first one stores, and both load.
+REPLICATED = replace(TWO, world_size=4, replicated=True)
 KINDS = {
     "two hosts": TWO,
     "two hosts with two ranks each": replace(
@@ -76,6 +78,10 @@ KINDS = {
     "hybrid": replace(HYBRID, world_size=2, hosts=2),
     "mamba-like, asynchronous scheduling": replace(
         STATES, world_size=2, hosts=2, async_scheduling=True, extra={"cpu_bytes_to_use": "1MiB"}
+    ),
+    "replicated, two hosts with two ranks each": REPLICATED,
+    "replicated, a stage of two ranks on each of two hosts": replace(
+        REPLICATED, pipelined=True, stage_ranks=2, layers=3
     ),
 }
 
@@ -169,9 +175,39 @@ def test_every_byte_that_a_request_reads_is_right(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [faults.WrongRow, faults.SkippedLoad])
-def test_the_oracle_detects_a_faulty_worker(fault: type) -> None:
+@pytest.mark.parametrize(("setup", "faulty"), [(TWO, (0, 1)), (REPLICATED, (3,))])
+def test_the_oracle_detects_a_faulty_worker(fault: type, setup: Setup, faulty: tuple[int, ...]) -> None:
+    def wrapped(worker: Any, rank: int) -> Any:
+        return fault(worker, rank) if rank in faulty else worker
+
     with pytest.raises(WrongBytes):
-        live(replace(TWO, wrap_worker=fault), seed=0, steps=1500)
+        live(replace(setup, wrap_worker=wrapped), seed=0, steps=1500)
+
+
+@pytest.mark.parametrize(("stages", "layers"), [(1, (3, 3)), (2, (1, 2))])
+def test_a_host_has_one_copy_of_bytes_that_all_its_ranks_hold(
+    stages: int, layers: tuple[int, int], roots: list[Path]
+) -> None:
+    setup = replace(REPLICATED, pipelined=stages > 1, stage_ranks=4 // stages, layers=3)
+    engine = boot(over_tiers(setup, roots, "1MiB"))
+    try:
+        workers = [connector.connector_worker.worker for _, connector, _ in engine.ranks]
+        assert [worker._stores for worker in workers] == [True, False, True, False]
+        assert workers[3].region.num_areas == 2
+        ask_again(engine, prompts(1))
+        settle(engine)
+        assert ask_again(engine, prompts(1)) == [WHOLE]
+        part_bytes = [layers_here * 16 * 8 * 4 for layers_here in layers]  # tokens, elements
+        for own, part in enumerate(("ranks 0 to 1 of 4", "ranks 2 to 3 of 4")):
+            (path,) = roots[own].glob("*/namespace.json")
+            identity = json.loads(path.read_text())
+            assert (identity["settings"]["part"], identity["replicated"]) == (part, True)
+            assert identity["groups"][0]["shard_bytes"] == part_bytes
+            assert len(records_in(roots[own])) == WHOLE // 16
+        # A chunk takes a page in the area of each host.
+        assert engine.manager._cache.stats()["resident_bytes"] == WHOLE // 16 * 2 * 4096
+    finally:
+        engine.shutdown()
 
 
 def test_a_reset_forgets_the_chunks_of_all_hosts() -> None:
@@ -333,7 +369,7 @@ def test_settings_that_need_one_host_are_refused(setting: str, more: dict[str, A
 
 @pytest.fixture
 def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """The shared memory directories of two hosts with one rank each."""
+    """The shared memory directories of two hosts."""
     original = _core.HostRegion
     with tempfile.TemporaryDirectory(dir="/dev/shm") as top:
         found = [Path(top, f"host-{host}") for host in range(2)]
@@ -341,7 +377,8 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
             directory.mkdir()
 
         def attach_worker(*given: Any, **named: Any) -> Any:
-            return original.attach_worker(*given, **named, shm_directory=str(found[named["first_rank"]]))
+            own = named["first_rank"] // named["local_ranks"]
+            return original.attach_worker(*given, **named, shm_directory=str(found[own]))
 
         def attach_scheduler(*given: Any, **named: Any) -> Any:
             return original.attach_scheduler(*given, **named, shm_directory=str(found[0]))
@@ -355,7 +392,7 @@ def test_kept_memory_of_all_hosts_is_used_unless_one_host_lost_it(
     shm: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = prompts(2)
-    setup = replace(TWO, extra={**TWO.extra, "keep_host_memory": True})
+    setup = replace(REPLICATED, extra={**REPLICATED.extra, "keep_host_memory": True})
     model_dir = make_model_dir()
 
     def found() -> list[list[int]]:
@@ -375,7 +412,8 @@ def test_kept_memory_of_all_hosts_is_used_unless_one_host_lost_it(
     (lost,) = shm[1].glob("kv_offload-kept-*")
     lost.unlink()
     assert found() == [[0, 0], [WHOLE, WHOLE]]
-    assert "the host of rank 1 at 127.0.0.1: it has no host memory of an earlier engine" in caplog.text
+    reason = "the host of ranks 2 to 3 at 127.0.0.1: it has no host memory of an earlier engine"
+    assert reason in caplog.text
 
 
 def test_a_host_whose_memory_ends_with_the_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -435,7 +473,8 @@ def restarted(engine: Engine) -> Engine:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_byte_from_the_tiers_of_all_hosts_is_right(kind: str, roots: list[Path]) -> None:
     # Half of the host memory that the kinds need otherwise: prompts are loaded from the tiers.
-    memory = "512KiB" if KINDS[kind].world_size == 2 else "1MiB"
+    areas = KINDS[kind].hosts if KINDS[kind].replicated else KINDS[kind].world_size
+    memory = "512KiB" if areas == 2 else "1MiB"
     setup = over_tiers(KINDS[kind], roots, memory)
     alone = [[number, *range(199)] for number in range(8)]
     damaged = roots[list(KINDS).index(kind) % 2]

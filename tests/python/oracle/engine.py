@@ -80,6 +80,7 @@ class Setup:
     layout: str = "LBHNC"
     world_size: int = 1
     pipelined: bool = False  # each rank has its own layers instead of a share of every layer
+    stage_ranks: int = 1  # pipelined: tensor-parallel ranks with the same layers
     # emulated hosts, each with as many ranks: a region of its own, connected over the loopback interface
     hosts: int = 1
     num_blocks: int = 40
@@ -145,8 +146,8 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         if setup.events
         else None,
         parallel_config=ParallelConfig(
-            tensor_parallel_size=1 if setup.pipelined else setup.world_size,
-            pipeline_parallel_size=setup.world_size if setup.pipelined else 1,
+            tensor_parallel_size=setup.stage_ranks if setup.pipelined else setup.world_size,
+            pipeline_parallel_size=setup.world_size // setup.stage_ranks if setup.pipelined else 1,
             distributed_executor_backend="mp",
         ),
         device_config=DeviceConfig(setup.device),
@@ -222,7 +223,7 @@ def _layer_specs(setup: Setup) -> dict[str, Any]:
 
     def spec_of(layer: int) -> Any:
         if setup.replicated:
-            return MLAAttentionSpec(**{**common, "num_kv_heads": 1, "head_size": 8})
+            return MLAAttentionSpec(**{**common, "num_kv_heads": 1, "head_size": 8, "max_tp_shards": 1})
         if setup.window is None or layer % 2 == 0:
             return FullAttentionSpec(**common)
         if setup.window != STATE:
@@ -261,8 +262,13 @@ def _specs_by_rank(setup: Setup) -> list[dict[str, Any]]:
     specs = _layer_specs(setup)
     if not setup.pipelined:
         return [dict(specs) for _ in range(setup.world_size)]
-    ends = [setup.layers * rank // setup.world_size for rank in range(setup.world_size + 1)]
-    return [dict(list(specs.items())[first:end]) for first, end in itertools.pairwise(ends)]
+    stages = setup.world_size // setup.stage_ranks
+    ends = [setup.layers * stage // stages for stage in range(stages + 1)]
+    return [
+        dict(list(specs.items())[first:end])
+        for first, end in itertools.pairwise(ends)
+        for _ in range(setup.stage_ranks)
+    ]
 
 
 def _kv_cache_configs(config: VllmConfig, per_rank: list[dict[str, Any]]) -> list[Any]:
@@ -349,8 +355,6 @@ class Engine:
             configs = _kv_cache_configs(self.config, specs)
         for kv_cache_config in configs:
             kv_cache_config.kv_cache_layout = setup.layout
-            if setup.replicated:
-                kv_cache_config.kv_tp_replicas = setup.world_size
         scheduler_config = generate_scheduler_kv_cache_config(configs)
         self.draft_groups = [group.is_eagle_group for group in scheduler_config.kv_cache_groups]
         self.config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
@@ -366,8 +370,10 @@ class Engine:
         self.windows = [_window_of(group.kv_cache_spec) for group in scheduler_config.kv_cache_groups]
         self.mirrors: list[Mirror | None] = [None] * setup.world_size
         started = {}
-        for rank in reversed(range(setup.world_size)):  # rank 0 waits for the other hosts
-            started[rank] = self._start_rank(rank, configs[rank], specs[rank])
+        each = setup.world_size // setup.hosts
+        for first in reversed(range(0, setup.world_size, each)):  # rank 0 waits for the other hosts
+            for rank in range(first, first + each):
+                started[rank] = self._start_rank(rank, configs[rank], specs[rank])
         self.ranks = [started[rank] for rank in range(setup.world_size)]
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
@@ -422,7 +428,9 @@ class Engine:
             for number, group in enumerate(kv_cache_config.kv_cache_groups)
             if drafter in group.layer_names
         }
-        known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
+        # The ranks of a stage have the same bytes if the cache is replicated.
+        alike = self.config.parallel_config.tensor_parallel_size if self.setup.replicated else 1
+        known_as = rank // alike
         self.mirrors[rank] = mirror
         runner = FakeRunner(
             views, self.windows, self.setup.block_size, known_as, draft_layers, self._heads_of(rank)
