@@ -219,6 +219,7 @@ std::int64_t FakeMooncake::answer(const mooncake::CallHeader& question, const st
       }
       return 0;
     case Op::kRemove:
+      if (no_removals_) return mooncake::kNotComplete;
       return objects_.erase(name) > 0 ? 0 : mooncake::kNoObject;
   }
   return -1;
@@ -246,6 +247,10 @@ void FakeMooncake::set_full(bool full) {
 void FakeMooncake::refuse_replacements(bool refuses) {
   const std::lock_guard lock(mutex_);
   no_replacements_ = refuses;
+}
+void FakeMooncake::refuse_removals(bool refuses) {
+  const std::lock_guard lock(mutex_);
+  no_removals_ = refuses;
 }
 void FakeMooncake::begin_and_leave(const std::string& name) {
   const std::lock_guard lock(mutex_);

@@ -38,6 +38,7 @@ class FakeMooncake {
   void stand_still(bool still);
   void set_full(bool full);
   void refuse_replacements(bool refuses);         // as while another client writes the object
+  void refuse_removals(bool refuses);             // as with --root_fs_dir
   void begin_and_leave(const std::string& name);  // leaves an incomplete write, as by a killed writer
   void refuse_starts(std::string said);  // a starting process reports this; empty: it starts normally
   void kill_clients();                   // kills all running processes, as by SIGKILL
@@ -73,7 +74,8 @@ class FakeMooncake {
   std::map<std::string, std::uint64_t> expected_;
   std::set<std::string> begun_;
   std::set<Client*> clients_;
-  bool down_ = false, still_ = false, full_ = false, hang_starts_ = false, no_replacements_ = false;
+  bool down_ = false, still_ = false, full_ = false, hang_starts_ = false, no_replacements_ = false,
+       no_removals_ = false;
   std::string refusal_, last_setup_;
   std::atomic<int> channels_{0}, starts_{0};
 };
