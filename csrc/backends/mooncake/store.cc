@@ -330,11 +330,15 @@ Status MooncakeStore::fetch_startup_epoch(const std::string& name, std::string* 
   return Status::error(StatusKind::kIo, "the store does not keep the epoch");
 }
 
+Status MooncakeStore::refetch_startup_epoch(std::string* known, std::string* found) {
+  const std::string name = epochs_.name_if_missing(options_.epoch, known);
+  return fetch_startup_epoch(name, found);
+}
+
 void MooncakeStore::maintain() {
   if (stopped_) return;  // there is nothing to flush
   std::string known, found;
-  const std::string name = epochs_.name_if_missing(options_.epoch, &known);
-  if (!fetch_startup_epoch(name, &found)) return;
+  if (!refetch_startup_epoch(&known, &found)) return;
   if (!epochs_.has_ended(found)) return epochs_.update_startup_epoch(known, found, options_.read_only);
   // Another process restored an epoch that our reset had ended. A later reset may replace it at the same
   // time, so only an unused name may replace it here: `known` may have records from before that reset.
@@ -346,8 +350,7 @@ void MooncakeStore::maintain() {
 Status MooncakeStore::begin_epoch() {
   const auto ask = [&](std::string* kept) {
     std::string known;
-    const std::string name = epochs_.name_if_missing(options_.epoch, &known);
-    return fetch_startup_epoch(name, kept);
+    return refetch_startup_epoch(&known, kept);
   };
   const auto put = [&](const std::string& name) { return write_startup_epoch(Verb::kSet, name, deadline()); };
   return epochs_.begin(ask, put);

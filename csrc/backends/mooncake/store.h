@@ -66,6 +66,8 @@ class MooncakeStore final : public RecordStore {
   // Returns the startup epoch from the store. If there is none, publishes `name`, unless a reset has ended
   // it. *found is empty: the store has none and this process must not publish one.
   Status fetch_startup_epoch(const std::string& name, std::string* found);
+  // The same after the start. *known: see EpochRegistry::name_if_missing.
+  Status refetch_startup_epoch(std::string* known, std::string* found);
 
   const MooncakeTierOptions options_;
   const std::string prefix_, startup_epoch_key_;

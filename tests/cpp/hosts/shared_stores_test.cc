@@ -241,7 +241,7 @@ TYPED_TEST(SharedStores, a_chunk_with_a_part_missing_is_a_miss_and_its_other_par
     this->store(lost).remove(this->record_on(lost));
     EXPECT_EQ(this->read(1).kind(), StatusKind::kNotFound) << "host " << lost;
     EXPECT_FALSE(this->has(1));
-    EXPECT_TRUE(holds_soon([&] {
+    ASSERT_TRUE(holds_soon([&] {
       this->poll();
       return this->records_on(1 - lost) == 0;
     })) << "host "

@@ -181,6 +181,20 @@ TEST_F(MooncakeTier, an_ended_epoch_that_another_server_restored_is_replaced_aga
   EXPECT_NE(store_.value(at), next) << "another reset may have ended it meanwhile";
 }
 
+TEST_F(MooncakeTier, a_reset_while_upkeep_waits_for_the_old_epoch_keeps_its_own) {
+  TierDriver user(open());
+  const std::string at = medium_.epoch_name(), old = store_.value(at);
+  store_.hold_answer(at);
+  ASSERT_TRUE(soon(user, [&] { return store_.is_answer_held(); }));
+  ASSERT_TRUE(user.tier().reset());
+  const std::string next = store_.value(at);
+  ASSERT_NE(next, old);
+  const std::size_t seen = store_.faults.seen(Verb::kEpoch);
+  store_.release_answer();
+  EXPECT_TRUE(soon(user, [&] { return store_.faults.seen(Verb::kEpoch) >= seen + 2; })) << "upkeep goes on";
+  EXPECT_EQ(store_.value(at), next);
+}
+
 // Otherwise an engine that starts later would find the records from before the reset.
 TEST_F(MooncakeTier, a_reset_whose_epoch_was_not_stored_fails_and_is_repeated) {
   TierDriver user(open());
