@@ -45,9 +45,10 @@ struct PartOfTier {
 struct AllHostsOptions {
   Nanos missing_for{std::chrono::minutes(1)};  // until the other parts are removed
   const Clock* clock = nullptr;                // must outlive the tier; null: a steady clock
-  // The epoch ids of the parts, 0 for none, if a part has no epoch yet: its store does not respond. The tier
-  // is then out of service until all parts have one and the ids are equal, or until a reset. Ids that differ
-  // are reported at once, even while other parts have none: a part keeps its epoch.
+  // The epoch ids of the parts, 0 for none, if a part has no epoch yet, because its store does not respond,
+  // or if the ids differ and the stores keep them. The tier is then out of service until all parts have one
+  // and the ids are equal, or until a reset. Ids that differ are reported at once, even while other parts
+  // have none: a part keeps its epoch.
   std::vector<std::uint64_t> epoch_ids{};
   std::function<void(std::string)> warn{};  // receives log lines; must be set if epoch_ids is
 };

@@ -25,6 +25,11 @@ std::uint64_t next_id(const OpenedByHost& hosts, std::size_t tier) {
   return std::max<std::uint64_t>(mixed, 1);
 }
 
+// True if the host still has the epoch that it was to replace: its store cannot do so safely.
+bool keeps_epoch(const EpochChoice& choice, const OpenedTier& opened) {
+  return choice.is_new && choice.replaces != 0 && opened.epoch_id == choice.replaces;
+}
+
 // A store may send any bytes in an error; the log is text.
 std::string printable(std::string text) {
   text.resize(std::min(text.size(), kMostEpochProblem));
@@ -88,8 +93,12 @@ Tiers open_on_all_hosts(HostLinks& links, const HostRegion& region, std::size_t 
       const bool is_same = std::all_of(hosts.begin(), hosts.end(), [&](const auto& of_host) {
         return of_host[tier].epoch_id != 0 && of_host[tier].epoch_id == own_id;
       });
-      // Hosts that may not write cannot replace their epochs: another engine does.
-      awaits_epoch[tier] = !is_same && !own[tier]->can_reset();
+      bool keeps = keeps_epoch(own_choices[tier], own_opened[tier]);
+      for (std::size_t host = 0; host < choices.size(); ++host)
+        keeps = keeps || keeps_epoch(choices[host][tier], hosts[host][tier]);
+      // Hosts that may not write cannot replace their epochs: another engine does. A store that keeps its
+      // epoch gets another one by a reset.
+      awaits_epoch[tier] = !is_same && (keeps || !own[tier]->can_reset());
       if (awaits_epoch[tier]) continue;
       // If all hosts agree on a tier, the next round opens the same epoch. If a store loses it meanwhile, it
       // gets an unused id.

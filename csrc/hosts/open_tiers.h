@@ -7,6 +7,11 @@
 // host that missed the reset would contribute a part of older weights to a chunk. A tier keeps the epoch that
 // it opened until a reset of this engine, whatever its store keeps for later processes meanwhile.
 //
+// A store that cannot replace an epoch only if it is unchanged (Mooncake) keeps the epoch that it has. If the
+// epochs of such stores differ, AllHostsTier resets them: each then has a new one with one random id, which
+// this engine does not use. A store that replaced an epoch unconditionally by one that this engine uses could
+// undo a reset, because the id follows from the earlier ones and may have been in use on another host.
+//
 // A store that does not respond delays only its tier: the tier is out of service until all hosts have an
 // epoch and the epochs agree (AllHostsOptions::epoch_ids).
 #pragma once

@@ -20,6 +20,7 @@ from kv_offload.cli.app import load_command
 from kv_offload.cli.doctor_checks import device, place
 from kv_offload.config import OffloadConfig, tier_at
 from kv_offload.machine import gpus
+from kv_offload.tiers.mooncake.config import MooncakeTierConfig
 
 GIB = 1 << 30
 
@@ -303,7 +304,8 @@ def test_doctor_refuses_settings_that_need_one_host(core, vllm, setting, given):
     assert problem not in run(*ask).stdout
 
 
-def test_doctor_names_tiers_that_an_engine_on_several_hosts_cannot_use(core, vllm, tmp_path):
+def test_doctor_names_tiers_that_an_engine_on_several_hosts_cannot_use(core, vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(MooncakeTierConfig, "works_on_several_hosts", False)
     text = 'an engine on 2 hosts cannot use a tier of type "mooncake"; possible types: fs, redis, s3'
     assert ("refused", text) in [
         (check.state, check.text) for check in place(tier_at("mooncake=127.0.0.1:1"), hosts=2)

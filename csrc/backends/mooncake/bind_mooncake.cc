@@ -15,6 +15,7 @@ struct MooncakeTierSpec final : TierSpec {
     MooncakeTierOptions chosen = options;
     chosen.form = form();
     chosen.read_only = slot.write_policy == WritePolicy::kReadOnly;
+    chosen.epoch = epoch;
     return make_mooncake_tier(chosen);
   }
 };

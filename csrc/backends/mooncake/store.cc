@@ -2,6 +2,7 @@
 #include "backends/mooncake/store.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -90,9 +91,19 @@ MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
   std::string found;
   // Waits until the start ends, which start_deadline limits: a later refusal could not be reported.
   Status status = client_.wait_for_start(Deadline::max(), &refused);
-  if (refused) throw_resource("mooncake tier at {}: {}", options.place, status.message());
-  if (status) status = fetch_startup_epoch(&found);
-  epochs_.start_with(status ? found : "");
+  // A stored epoch is never replaced at a start, so a store that fails now may respond later
+  // (open_tiers.h).
+  const Status usable = EpochRegistry::startup_problem(options.epoch, Status::ok(), options.read_only);
+  if (refused || !usable) {
+    throw_resource("mooncake tier at {}: {}", options.place, refused ? status.message() : usable.message());
+  }
+  if (status) status = fetch_startup_epoch(EpochRegistry::name_if_none(options.epoch), &found);
+  epochs_.start_with(status ? found : "", {}, status);
+}
+
+std::string MooncakeStore::epoch_problem() const {
+  const std::string problem = epochs_.start_problem();
+  return problem.empty() ? problem : fmt::format("{}: {}", options_.place, problem);
 }
 
 std::string MooncakeStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
@@ -217,6 +228,23 @@ bool MooncakeStore::remove_damaged(const std::string& key, const IncomingRecord&
   return removed;
 }
 
+Status MooncakeStore::remove(const ChunkKey& key, const EpochPtr& epoch) {
+  if (options_.read_only) return Status::error(StatusKind::kDeclined, "write_policy is read_only", EROFS);
+  const std::string name = key_of(key, epoch);
+  const Deadline until = deadline();
+  ChannelPtr channel;
+  if (Status status = client_.take(1, &channel); !status) return status;
+  Answer answer;
+  const Status status = call(&channel, Verb::kRemove, {&name, 1}, 0, until, &answer);
+  if (channel) client_.give_back(std::move(channel));
+  if (!status || answer.result >= 0) return status;
+  // The object stays until it is evicted: another engine is writing it, or its master adds a copy on a file
+  // system (--root_fs_dir) and removes no such object.
+  if (answer.result == kNotComplete)
+    return Status::error(StatusKind::kDeclined, "Mooncake removes only objects that are completely written");
+  return refusal(answer.result, answer.text);
+}
+
 // True once for each read that left a damaged object behind.
 bool MooncakeStore::take_damaged_key(const std::string& key) {
   const MutexLock lock(mutex_);
@@ -284,41 +312,54 @@ Status MooncakeStore::write_startup_epoch(Verb verb, const std::string& name, De
   return status.kind() == StatusKind::kNotFound ? Status::error(StatusKind::kIo, status.message()) : status;
 }
 
-Status MooncakeStore::fetch_startup_epoch(std::string* found) {
-  const std::string known = epochs_.startup_epoch();
+Status MooncakeStore::fetch_startup_epoch(const std::string& name, std::string* found) {
   const Deadline until = deadline();
-  const std::string name = known.empty() ? EpochRegistry::new_name() : known;
   // Reads again after writing, because another process may have been faster.
   for (int tries = 0; tries < 3; ++tries) {
     bool invalid = false;
     if (Status status = read_startup_epoch(until, found, &invalid); !status) return status;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // No process uses an object that is not an epoch name, so it may be replaced.
-    if (Status status = write_startup_epoch(invalid ? Verb::kSet : Verb::kPut, name, until); !status)
-      return status;
+    if (epochs_.has_ended(name))
+      return Status::error(StatusKind::kUnavailable, "the tier was reset meanwhile");
+    // No process uses an object that is not an epoch name. A reset may replace it at the same time, so only
+    // an unused name may replace it here.
+    const Status status = invalid ? write_startup_epoch(Verb::kSet, EpochRegistry::new_name(), until)
+                                  : write_startup_epoch(Verb::kPut, name, until);
+    if (!status) return status;
   }
   return Status::error(StatusKind::kIo, "the store does not keep the epoch");
 }
 
+Status MooncakeStore::refetch_startup_epoch(std::string* known, std::string* found) {
+  const std::string name = epochs_.name_if_missing(options_.epoch, known);
+  return fetch_startup_epoch(name, found);
+}
+
 void MooncakeStore::maintain() {
   if (stopped_) return;  // there is nothing to flush
-  const std::string known = epochs_.startup_epoch();
-  std::string found;
-  if (!fetch_startup_epoch(&found)) return;
+  std::string known, found;
+  if (!refetch_startup_epoch(&known, &found)) return;
   if (!epochs_.has_ended(found)) return epochs_.update_startup_epoch(known, found, options_.read_only);
-  // Another process restored an epoch that our reset had ended: replace it.
+  // Another process restored an epoch that our reset had ended. A later reset may replace it at the same
+  // time, so only an unused name may replace it here: `known` may have records from before that reset.
+  // If `known` has ended, we were reset meanwhile, and begin_epoch() replaces the epoch.
   if (known.empty() || epochs_.has_ended(known)) return;
-  (void)write_startup_epoch(Verb::kSet, known, deadline());
+  (void)write_startup_epoch(Verb::kSet, EpochRegistry::new_name(), deadline());
 }
 
 Status MooncakeStore::begin_epoch() {
-  const auto ask = [&](std::string* kept) { return fetch_startup_epoch(kept); };
+  const auto ask = [&](std::string* kept) {
+    std::string known;
+    return refetch_startup_epoch(&known, kept);
+  };
   const auto put = [&](const std::string& name) { return write_startup_epoch(Verb::kSet, name, deadline()); };
   return epochs_.begin(ask, put);
 }
 
 void MooncakeStore::figures(TierStats* stats) const {
   stats->diverged = epochs_.diverged();
+  if (const EpochPtr epoch = epochs_.current())
+    stats->epoch_id = EpochRegistry::id_of(EpochRegistry::name_of(epoch));
   stats->names_complete = stats->scan_complete = true;
 }
 

@@ -26,12 +26,15 @@ class MooncakeStore final : public RecordStore {
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
+  Status remove(const ChunkKey& key, const EpochPtr& epoch) override;
   std::size_t keys_per_locate(KeyOrder) const override { return 512; }
   void maintain() override;
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override { return epochs_.current(); }
+  std::string epoch_problem() const override;
   void forget(std::uint64_t startup_id) override { epochs_.forget(startup_id); }
+  void refresh_epoch() override { epochs_.refresh(); }
   void stop() override {
     stopped_ = true;
     client_.stop();
@@ -57,12 +60,14 @@ class MooncakeStore final : public RecordStore {
   // Reads the name from the epoch object. *found is empty: there is no object, or its content is not a name
   // (*invalid).
   Status read_startup_epoch(Deadline until, std::string* found, bool* invalid);
-  // kPut keeps an existing object. kSet replaces any: Mooncake has no conditional write, so of two processes
-  // that replace an object at once, the first may use an epoch that is not stored (TierStats::diverged).
+  // kPut keeps an existing object. kSet replaces any, because Mooncake has no conditional write: also a name
+  // that a reset has published meanwhile. So kSet needs a name that was never published before.
   Status write_startup_epoch(Verb verb, const std::string& name, Deadline until);
-  // Returns the startup epoch from the store; publishes one if there is none. *found is empty: the store has
-  // none and this process must not publish one.
-  Status fetch_startup_epoch(std::string* found);
+  // Returns the startup epoch from the store. If there is none, publishes `name`, unless a reset has ended
+  // it. *found is empty: the store has none and this process must not publish one.
+  Status fetch_startup_epoch(const std::string& name, std::string* found);
+  // The same after the start. *known: see EpochRegistry::name_if_missing.
+  Status refetch_startup_epoch(std::string* known, std::string* found);
 
   const MooncakeTierOptions options_;
   const std::string prefix_, startup_epoch_key_;

@@ -8,6 +8,9 @@
 // again when it is missing: a restarted master has forgotten everything. Each read also keeps the object from
 // being evicted.
 //
+// In an engine on several hosts, a store keeps its epoch at a start even if the hosts have different ones:
+// Mooncake cannot replace a value only if it is unchanged. A reset replaces it then (hosts/open_tiers.h).
+//
 // Mooncake enforces its own limits: an evicted or forgotten record is a miss, and a write that does not fit
 // is refused. Mooncake evicts the records of older epochs.
 #pragma once
@@ -28,6 +31,7 @@ struct MooncakeTierOptions : ThreadPoolTierOptions {
   std::string key_prefix = "kv_offload";
   NamespaceId namespace_id{};
   bool read_only = false;  // other processes fill the store: no writes, no removal of damaged records
+  EpochChoice epoch{};     // for an engine on several hosts. `replaces` is ignored
 };
 
 // Throws ResourceError when something is missing on this host: the package, or a recent enough version of it.

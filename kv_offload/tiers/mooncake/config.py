@@ -46,6 +46,7 @@ class MooncakeTierConfig(EncryptedTierConfig):
         "set --global_segment_size of mooncake_client, the memory that each node contributes"
     )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+    works_on_several_hosts: ClassVar[bool] = True
 
     type: Literal["mooncake"] = Field(
         default="mooncake", description="type of the tier; required, as in vLLM's own configuration"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// An engine on two hosts whose tiers are stores that other engines use at the same time: a Redis server or an
-// S3 bucket for both hosts, or one for each. A host that opens an epoch of other weights than the other host
-// would load wrong bytes, so each read compares the bytes of all parts.
+// An engine on two hosts whose tiers are stores that other engines use at the same time: a Redis server, an
+// S3 bucket or a Mooncake Store for both hosts, or one for each. A host that opens an epoch of other weights
+// than the other host would load wrong bytes, so each read compares the bytes of all parts.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "backends/mooncake/medium.h"
 #include "backends/redis/medium.h"
 #include "backends/s3/medium.h"
 #include "cache/tier_figures.h"
@@ -32,8 +33,10 @@ using ::testing::IsEmpty;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-// The keys of a store: the records and the startup epoch of a namespace.
+// The keys of a store: the records and the startup epoch of a namespace. kReplacesEpochs: a start replaces
+// the epochs of the hosts if they differ, so that the engine shares the new one with those that start later.
 struct RedisStoreAccess : RedisMedium {
+  static constexpr bool kReplacesEpochs = true;
   using Options = RedisTierOptions;
   static constexpr const char* kType = "redis";
   static constexpr const char* kNoConnection = "db 0: the connection was lost: ";
@@ -55,6 +58,7 @@ struct RedisStoreAccess : RedisMedium {
   std::size_t epochs_read() const { return proxy.faults.seen(Verb::kEpoch); }
 };
 struct S3StoreAccess : S3Medium {
+  static constexpr bool kReplacesEpochs = true;
   using Options = S3TierOptions;
   static constexpr const char* kType = "s3";
   static constexpr const char* kNoConnection = ": no response from the store: ";
@@ -74,6 +78,29 @@ struct S3StoreAccess : S3Medium {
   void refuse_replacements() { server.ignore_conditions(true); }
   void block_replacement() { server.faults.block(Verb::kEpoch, 2); }  // after two GETs
   std::size_t epochs_read() const { return server.faults.seen(Verb::kEpoch); }
+};
+struct MooncakeStoreAccess : MooncakeMedium {
+  static constexpr bool kReplacesEpochs = false;
+  using Options = MooncakeTierOptions;
+  static constexpr const char* kType = "mooncake";
+  static constexpr const char* kNoConnection = ": Mooncake's master does not answer";
+  static constexpr const char* kPlace = " (master:1: ";
+  static std::unique_ptr<Tier> open_tier(const Options& options) { return make_mooncake_tier(options); }
+  static std::string prefix_of(const Options& options) {
+    return fmt::format("kv_offload:{}:", hex_of(options.namespace_id));
+  }
+  std::vector<std::string> names() const override {  // of records
+    std::vector<std::string> names = store.names();
+    std::erase_if(names, [](const std::string& name) { return name.ends_with(":epoch"); });
+    return names;
+  }
+  std::string epoch(const Options& options) const { return store.value(prefix_of(options) + "epoch"); }
+  void set_epoch(const Options& options, const std::string& name) {
+    store.set_value(prefix_of(options) + "epoch", name);
+  }
+  void remove_epoch(const Options& options) { store.remove(prefix_of(options) + "epoch"); }
+  void refuse_removals() { store.refuse_removals(true); }
+  std::size_t epochs_read() const { return store.faults.seen(Verb::kEpoch); }
 };
 
 template <typename Store>
@@ -145,12 +172,22 @@ class SharedStores : public TwoHosts {
   // Both hosts have opened the same epoch, whichever.
   bool hosts_agree() const { return opened_[0] != 0 && opened_[0] == opened_[1]; }
   void expect_usable() {
+    if (!Store::kReplacesEpochs && !hosts_agree()) expect_usable_alone();
     EXPECT_TRUE(hosts_agree());
     EXPECT_TRUE(write(1).is_ok());
     EXPECT_TRUE(read(1).is_ok());
     restart();
     EXPECT_TRUE(has(1)) << "the hosts use different epochs";
     EXPECT_TRUE(read(1).is_ok());
+  }
+  // The hosts are reset, which begins an epoch of this engine alone and a common one for later engines.
+  void expect_usable_alone() {
+    EXPECT_TRUE(eventually([&] { return tier_->stats().readable && tier_->stats().writable; }));
+    EXPECT_TRUE(write(1).is_ok());
+    EXPECT_TRUE(read(1).is_ok());
+    EXPECT_EQ(EpochRegistry::id_of(epoch(0)), EpochRegistry::id_of(epoch(1)));
+    restart();
+    EXPECT_FALSE(has(1)) << "it may have other weights than engines that start after the reset";
   }
 
   FakeClock clock_;
@@ -160,7 +197,7 @@ class SharedStores : public TwoHosts {
   std::uint64_t opened_[kHosts] = {};  // epoch IDs
 };
 
-using Stores = ::testing::Types<RedisStoreAccess, S3StoreAccess>;
+using Stores = ::testing::Types<RedisStoreAccess, S3StoreAccess, MooncakeStoreAccess>;
 struct StoreNames {
   template <typename Store>
   static std::string GetName(int) {
@@ -168,6 +205,10 @@ struct StoreNames {
   }
 };
 TYPED_TEST_SUITE(SharedStores, Stores, StoreNames);
+template <typename Store>
+class ReplacingStores : public SharedStores<Store> {};
+using StoresWithConditions = ::testing::Types<RedisStoreAccess, S3StoreAccess>;
+TYPED_TEST_SUITE(ReplacingStores, StoresWithConditions, StoreNames);
 
 const std::string kFirst(EpochRegistry::kNameDigits, 'a'), kSecond(EpochRegistry::kNameDigits, 'b');
 
@@ -200,7 +241,7 @@ TYPED_TEST(SharedStores, a_chunk_with_a_part_missing_is_a_miss_and_its_other_par
     this->store(lost).remove(this->record_on(lost));
     EXPECT_EQ(this->read(1).kind(), StatusKind::kNotFound) << "host " << lost;
     EXPECT_FALSE(this->has(1));
-    EXPECT_TRUE(holds_soon([&] {
+    ASSERT_TRUE(holds_soon([&] {
       this->poll();
       return this->records_on(1 - lost) == 0;
     })) << "host "
@@ -318,7 +359,7 @@ TYPED_TEST(SharedStores, a_reset_while_the_hosts_open_their_tiers_leaves_them_in
 
 // Another engine begins the epoch that this engine has chosen, fills it and is reset before this engine goes
 // on.
-TYPED_TEST(SharedStores, an_epoch_that_a_reset_has_ended_meanwhile_is_not_begun_again) {
+TYPED_TEST(ReplacingStores, an_epoch_that_a_reset_has_ended_meanwhile_is_not_begun_again) {
   this->set_epoch(0, kFirst);
   this->set_epoch(1, kSecond);
   std::uint64_t ended = 0;
@@ -526,7 +567,7 @@ TYPED_TEST(SharedStores, an_engine_keeps_its_epoch_when_another_one_is_reset) {
 
 // ---- starts at once, and stores that lose data
 
-TYPED_TEST(SharedStores, engines_that_find_the_same_epochs_choose_the_same_id) {
+TYPED_TEST(ReplacingStores, engines_that_find_the_same_epochs_choose_the_same_id) {
   std::uint64_t ids[2] = {};
   for (std::uint64_t& id : ids) {
     this->set_epoch(0, kFirst);
@@ -539,7 +580,7 @@ TYPED_TEST(SharedStores, engines_that_find_the_same_epochs_choose_the_same_id) {
   EXPECT_EQ(ids[0], ids[1]);
 }
 
-TYPED_TEST(SharedStores, an_epoch_with_an_id_that_was_in_use_has_no_earlier_records) {
+TYPED_TEST(ReplacingStores, an_epoch_with_an_id_that_was_in_use_has_no_earlier_records) {
   for (int engine = 0; engine < 2; ++engine) {
     // The second time, the stores have lost their newest changes, and return to the replaced names.
     this->set_epoch(0, kFirst);
@@ -579,6 +620,8 @@ TYPED_TEST(SharedStores, a_store_that_restarts_empty_gets_the_epoch_of_the_runni
     EXPECT_TRUE(this->has(2));
     EXPECT_TRUE(this->read(2).is_ok());
     this->stop();
+    this->store(0).kill();
+    this->store(0).start();
   }
 }
 
@@ -597,7 +640,42 @@ TYPED_TEST(SharedStores, a_store_that_lost_everything_makes_all_chunks_misses) {
   }
 }
 
-TYPED_TEST(SharedStores, an_epoch_that_changes_during_its_replacement_stays) {
+// A store may evict the epoch while no engine reads it, and keep the records.
+TYPED_TEST(SharedStores, an_evicted_epoch_ends_the_use_of_its_records) {
+  const std::vector<std::vector<std::uint32_t>> cases = {{0}, {1}, {0, 1}};
+  for (const std::vector<std::uint32_t>& evicted : cases) {
+    this->start();
+    ASSERT_TRUE(this->write(1).is_ok());
+    this->stop();
+    for (const std::uint32_t host : evicted) this->remove_epoch(host);
+    ++this->weights;
+    this->start();
+    EXPECT_GT(this->records_on(0), 0u);
+    EXPECT_GT(this->records_on(1), 0u);
+    EXPECT_FALSE(this->has(1)) << evicted.size() << " of host " << evicted[0];
+    this->expect_usable();
+    this->stop();
+  }
+}
+
+// The reset reached host 0 only, and its store has evicted the epoch of the reset.
+TYPED_TEST(SharedStores, an_evicted_epoch_of_a_reset_never_agrees_with_an_epoch_from_before_it) {
+  this->start();
+  ASSERT_TRUE(this->write(1).is_ok());
+  this->stop();
+  {
+    const auto reset = this->open_alone(0);
+    EXPECT_TRUE(reset->reset().is_ok());
+    reset->close();
+  }
+  this->remove_epoch(0);
+  ++this->weights;
+  this->start();
+  EXPECT_FALSE(this->has(1));
+  this->expect_usable();
+}
+
+TYPED_TEST(ReplacingStores, an_epoch_that_changes_during_its_replacement_stays) {
   this->set_epoch(0, kFirst);
   this->store(0).block_replacement();
   std::unique_ptr<Tier> tier;
@@ -755,7 +833,7 @@ TYPED_TEST(SharedStores, a_read_only_tier_whose_store_returns_with_another_epoch
   for (const TierPart& part : this->tier_->parts()) EXPECT_FALSE(part.epoch_differs);
 }
 
-TYPED_TEST(SharedStores, a_store_that_does_not_respond_when_an_epoch_is_replaced_fails_the_start) {
+TYPED_TEST(ReplacingStores, a_store_that_does_not_respond_when_an_epoch_is_replaced_fails_the_start) {
   this->has_common_store_ = false;
   this->set_epoch(0, kFirst);
   this->set_epoch(1, kSecond);
@@ -768,7 +846,7 @@ TYPED_TEST(SharedStores, a_store_that_does_not_respond_when_an_epoch_is_replaced
                     HasSubstr("must write a new one to each store")));
 }
 
-TYPED_TEST(SharedStores, a_store_that_cannot_replace_an_epoch_safely_is_refused) {
+TYPED_TEST(ReplacingStores, a_store_that_cannot_replace_an_epoch_safely_is_refused) {
   this->set_epoch(0, kFirst);
   this->set_epoch(1, kSecond);
   this->store(0).refuse_replacements();
@@ -788,6 +866,96 @@ TEST_F(S3SharedStores, an_epoch_without_an_etag_is_not_replaced) {
               }),
               EndsWith("safely: give all hosts a new prefix"));
   EXPECT_EQ(epoch(0), kFirst);
+}
+
+// ---- a store without conditional writes: hosts with different epochs are reset
+
+using MooncakeSharedStores = SharedStores<MooncakeStoreAccess>;
+TEST_F(MooncakeSharedStores, a_start_replaces_no_epoch) {
+  set_epoch(0, kFirst);
+  const auto tier = open_alone(0, {8, true, EpochRegistry::id_of(kFirst)});
+  EXPECT_EQ(tier->stats().epoch_id, EpochRegistry::id_of(kFirst));
+  EXPECT_EQ(epoch(0), kFirst);
+  EXPECT_EQ(store(0).store.puts(store(0).epoch_name()), 0u);
+}
+
+TEST_F(MooncakeSharedStores, hosts_with_different_epochs_begin_an_epoch_of_their_own) {
+  has_common_store_ = false;
+  set_epoch(0, kFirst);
+  set_epoch(1, kSecond);
+  start();
+  EXPECT_THAT(links_->take_events(),
+              ElementsAre(HasSubstr("stays out of service: the stores of hosts 0 (rank 0), "
+                                    "1 (rank 1) respond, but have different epochs")));
+  EXPECT_EQ(epoch(0), kFirst);
+  EXPECT_EQ(epoch(1), kSecond);
+  EXPECT_TRUE(eventually([&] { return tier_->stats().readable && tier_->stats().writable; }));
+  EXPECT_THAT(links_->take_events(), ElementsAre(HasSubstr("replace their different epochs"),
+                                                 HasSubstr("is in service after a reset")));
+  ASSERT_TRUE(write(1).is_ok());
+  const std::uint64_t common = EpochRegistry::id_of(epoch(0));
+  for (const std::string& name : {record_on(0), record_on(1)}) {
+    EXPECT_EQ(name.find(kFirst), name.npos) << "from before the reset";
+    EXPECT_EQ(name.find(kSecond), name.npos);
+    EXPECT_EQ(name.find(epoch(0)), name.npos) << "later engines would find it";
+    EXPECT_EQ(name.find(epoch(1)), name.npos);
+  }
+  restart();
+  EXPECT_TRUE(hosts_agree());
+  EXPECT_EQ(opened_[0], common);
+  EXPECT_THAT(links_->take_events(), IsEmpty());
+  EXPECT_FALSE(has(1));
+  expect_usable();
+}
+
+// Another engine is reset after both hosts have read their epochs, and the reset misses host 1.
+TEST_F(MooncakeSharedStores, a_reset_during_the_start_is_not_undone) {
+  has_common_store_ = false;
+  set_epoch(0, kFirst);
+  set_epoch(1, kSecond);
+  before_open_ = [&](std::uint32_t host, const EpochChoice& choice) {
+    if (host == 0 || !choice.is_new) return;
+    before_open_ = nullptr;
+    const auto other = open_alone(0);
+    EXPECT_TRUE(other->reset().is_ok());
+    other->close();
+  };
+  start();
+  EXPECT_NE(epoch(0), kFirst);
+  EXPECT_FALSE(hosts_agree());
+  expect_usable();
+}
+
+TEST_F(MooncakeSharedStores, a_store_that_stops_responding_during_the_start_is_used_when_it_does) {
+  has_common_store_ = false;
+  set_epoch(0, kFirst);
+  set_epoch(1, kSecond);
+  before_open_ = [&](std::uint32_t host, const EpochChoice& choice) {
+    if (host == 1 && choice.is_new) store(1).kill();
+  };
+  start();
+  before_open_ = nullptr;
+  EXPECT_THAT(links_->take_events(),
+              ElementsAre(HasSubstr("the store does not respond on the host of rank 1")));
+  EXPECT_EQ(write(1).kind(), StatusKind::kUnavailable);
+  store(1).start();
+  expect_usable();
+}
+
+// After our own reset, another engine has put an epoch back that the reset had ended, and was itself reset.
+TEST_F(MooncakeSharedStores, the_epoch_of_a_reset_is_not_published_again) {
+  start();
+  const std::string before = epoch(0);
+  ASSERT_TRUE(tier_->reset().is_ok());
+  const std::string of_reset = epoch(0);
+  set_epoch(0, before);
+  EXPECT_TRUE(eventually([&] { return epoch(0) != before; }));
+  EXPECT_NE(EpochRegistry::id_of(epoch(0)), EpochRegistry::id_of(of_reset));
+  EXPECT_EQ(epoch(1).substr(0, 16), of_reset.substr(0, 16));
+  ++weights;
+  restart();
+  EXPECT_FALSE(hosts_agree());
+  expect_usable();
 }
 
 TYPED_TEST(SharedStores, a_read_only_tier_needs_an_epoch_that_all_hosts_have) {

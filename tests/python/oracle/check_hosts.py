@@ -26,6 +26,7 @@ from typing import Any, cast
 import adapter
 import pytest
 from live_root import records_in
+from mooncake_store import mooncake_store
 from redis_server import RedisClient, redis_server
 from slow_link import SlowLink
 from torch.distributed import HashStore
@@ -41,12 +42,14 @@ from kv_offload.specs.tier_specs import TierPlan, common_settings  # noqa: E402
 from kv_offload import _core  # noqa: E402
 from kv_offload.config import OffloadConfig  # noqa: E402
 from kv_offload.diagnosis import from_log  # noqa: E402
+from kv_offload.tiers.mooncake.config import MooncakeTierConfig  # noqa: E402
 from oracle import faults  # noqa: E402
 from oracle.check_life_cycles import FailingStores, payloads  # noqa: E402
 from oracle.check_oracle import (  # noqa: E402
     FORCED,
     FULL,
     HYBRID,
+    MINOR,
     PATIENT_MS,
     STATES,
     STEPS,
@@ -359,7 +362,10 @@ def test_a_late_store_keeps_its_payload(monkeypatch: pytest.MonkeyPatch) -> None
         ("share_host_memory", {"share_host_memory": True}),
     ],
 )
-def test_settings_that_need_one_host_are_refused(setting: str, more: dict[str, Any]) -> None:
+def test_settings_that_need_one_host_are_refused(
+    setting: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MooncakeTierConfig, "works_on_several_hosts", False)
     with pytest.raises(ValueError, match=f"span 2 hosts, and it was given {setting}"):
         boot(replace(TWO, extra={**TWO.extra, **more}))
 
@@ -547,6 +553,21 @@ def test_the_next_engine_reloads_from_redis_until_a_reset(redis: dict[str, Any])
         assert total(engine, "kv_offload_failures_total") == 0
     finally:
         engine.shutdown()
+
+
+@pytest.mark.skipif(MINOR != (0, 33), reason="starts Mooncake's processes: once is enough")
+def test_the_next_engine_reloads_from_mooncake(tmp_path: Path) -> None:
+    asked = prompts(2)
+    with mooncake_store(tmp_path) as running:
+        engine = boot(over_tier(TWO, {"type": "mooncake", "master": running.address}, "2MiB"))
+        assert ask_again(engine, asked) == [0, 0]
+        engine = restarted(engine)
+        try:
+            assert ask_again(engine, asked) == [WHOLE, WHOLE]
+            assert value(engine, "kv_offload_hit_tokens_total", "mooncake") == 2 * WHOLE
+            assert total(engine, "kv_offload_failures_total") == 0
+        finally:
+            engine.shutdown()
 
 
 def test_a_redis_server_that_is_down_at_the_start_is_used_when_it_responds(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ class FakeMooncake::Client final : public mooncake::Process {
     if (fate.instead.empty()) {
       if (!store_.wait_until_it_answers(dead_)) return false;
       result = store_.answer(question, names, object);
+      store_.wait_for_release(question, names.at(0), dead_);
     }
     if (fate.endless) {
       std::unique_lock lock(store_.mutex_);
@@ -184,6 +185,15 @@ bool FakeMooncake::wait_until_it_answers(const std::atomic<bool>& dead) {
   return !dead;
 }
 
+void FakeMooncake::wait_for_release(const mooncake::CallHeader& question, const std::string& name,
+                                    const std::atomic<bool>& dead) {
+  std::unique_lock lock(mutex_);
+  if (static_cast<Op>(question.verb) != Op::kGet || name != to_hold_) return;
+  to_hold_.clear();
+  held_ = true;
+  changed_.wait(lock, [&] { return dead || !held_; });
+}
+
 std::int64_t FakeMooncake::answer(const mooncake::CallHeader& question, const std::vector<std::string>& names,
                                   std::span<std::byte> object) {
   const std::lock_guard lock(mutex_);
@@ -219,6 +229,7 @@ std::int64_t FakeMooncake::answer(const mooncake::CallHeader& question, const st
       }
       return 0;
     case Op::kRemove:
+      if (no_removals_) return mooncake::kNotComplete;
       return objects_.erase(name) > 0 ? 0 : mooncake::kNoObject;
   }
   return -1;
@@ -247,9 +258,26 @@ void FakeMooncake::refuse_replacements(bool refuses) {
   const std::lock_guard lock(mutex_);
   no_replacements_ = refuses;
 }
+void FakeMooncake::refuse_removals(bool refuses) {
+  const std::lock_guard lock(mutex_);
+  no_removals_ = refuses;
+}
 void FakeMooncake::begin_and_leave(const std::string& name) {
   const std::lock_guard lock(mutex_);
   begun_.insert(name);
+}
+void FakeMooncake::hold_answer(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  to_hold_ = name;
+}
+bool FakeMooncake::is_answer_held() const {
+  const std::lock_guard lock(mutex_);
+  return held_;
+}
+void FakeMooncake::release_answer() {
+  const std::lock_guard lock(mutex_);
+  held_ = false;
+  changed_.notify_all();
 }
 void FakeMooncake::refuse_starts(std::string said) {
   const std::lock_guard lock(mutex_);

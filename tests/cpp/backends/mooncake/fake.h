@@ -38,7 +38,12 @@ class FakeMooncake {
   void stand_still(bool still);
   void set_full(bool full);
   void refuse_replacements(bool refuses);         // as while another client writes the object
+  void refuse_removals(bool refuses);             // as with --root_fs_dir
   void begin_and_leave(const std::string& name);  // leaves an incomplete write, as by a killed writer
+  // Holds the answer to the next read of this object back, which the store has already made.
+  void hold_answer(const std::string& name);
+  bool is_answer_held() const;
+  void release_answer();
   void refuse_starts(std::string said);  // a starting process reports this; empty: it starts normally
   void kill_clients();                   // kills all running processes, as by SIGKILL
   void hang_starts(bool hang);
@@ -62,6 +67,8 @@ class FakeMooncake {
 
   // Returns -900 while it is down. Waits while stand_still() is in effect, unless `dead` becomes true.
   bool wait_until_it_answers(const std::atomic<bool>& dead);
+  void wait_for_release(const mooncake::CallHeader& question, const std::string& name,
+                        const std::atomic<bool>& dead);
   std::int64_t answer(const mooncake::CallHeader& question, const std::vector<std::string>& names,
                       std::span<std::byte> object);
 
@@ -73,8 +80,10 @@ class FakeMooncake {
   std::map<std::string, std::uint64_t> expected_;
   std::set<std::string> begun_;
   std::set<Client*> clients_;
-  bool down_ = false, still_ = false, full_ = false, hang_starts_ = false, no_replacements_ = false;
-  std::string refusal_, last_setup_;
+  bool down_ = false, still_ = false, full_ = false, hang_starts_ = false, no_replacements_ = false,
+       no_removals_ = false;
+  std::string refusal_, last_setup_, to_hold_;
+  bool held_ = false;
   std::atomic<int> channels_{0}, starts_{0};
 };
 

@@ -14,7 +14,7 @@
 
 namespace kv_offload::testing {
 
-class MooncakeMedium final : public RemoteMedium {
+class MooncakeMedium : public RemoteMedium {
  public:
   using Verb = FakeMooncake::Verb;
 

@@ -157,6 +157,18 @@ TEST_F(MooncakeTier, an_invalid_epoch_value_is_replaced) {
   }
 }
 
+// The invalid object may be replaced by a reset at the same time. An epoch in use must not replace that of
+// the reset.
+TEST_F(MooncakeTier, an_invalid_epoch_value_is_not_replaced_by_an_epoch_in_use) {
+  TierDriver user(open());
+  const std::string at = medium_.epoch_name(), used = store_.value(at);
+  store_.set_value(at, "short");
+  EXPECT_TRUE(soon(user, [&] { return store_.value(at) != "short"; }));
+  EXPECT_TRUE(EpochRegistry::is_name(store_.value(at)));
+  EXPECT_NE(store_.value(at), used);
+  EXPECT_TRUE(soon(user, [&] { return user.tier().stats().diverged; }));
+}
+
 TEST_F(MooncakeTier, an_ended_epoch_that_another_server_restored_is_replaced_again) {
   TierDriver user(open());
   const std::string at = medium_.epoch_name(), old = store_.value(at);
@@ -164,7 +176,23 @@ TEST_F(MooncakeTier, an_ended_epoch_that_another_server_restored_is_replaced_aga
   const std::string next = store_.value(at);
   ASSERT_NE(next, old);
   store_.set_value(at, old);
-  EXPECT_TRUE(soon(user, [&] { return store_.value(at) == next; }));
+  EXPECT_TRUE(soon(user, [&] { return store_.value(at) != old; }));
+  EXPECT_TRUE(EpochRegistry::is_name(store_.value(at)));
+  EXPECT_NE(store_.value(at), next) << "another reset may have ended it meanwhile";
+}
+
+TEST_F(MooncakeTier, a_reset_while_upkeep_waits_for_the_old_epoch_keeps_its_own) {
+  TierDriver user(open());
+  const std::string at = medium_.epoch_name(), old = store_.value(at);
+  store_.hold_answer(at);
+  ASSERT_TRUE(soon(user, [&] { return store_.is_answer_held(); }));
+  ASSERT_TRUE(user.tier().reset());
+  const std::string next = store_.value(at);
+  ASSERT_NE(next, old);
+  const std::size_t seen = store_.faults.seen(Verb::kEpoch);
+  store_.release_answer();
+  EXPECT_TRUE(soon(user, [&] { return store_.faults.seen(Verb::kEpoch) >= seen + 2; })) << "upkeep goes on";
+  EXPECT_EQ(store_.value(at), next);
 }
 
 // Otherwise an engine that starts later would find the records from before the reset.
