@@ -1,32 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factors of a calibration in the order of a record's bytes, per cache group."""
+"""The factors of a calibration in the order of a record's bytes, per cache group.
+
+In an engine on several hosts, each host has its own copy of the calibration, and computes the factors of its
+own ranks. The scheduler sends the digest of its copy, as part of the namespace.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_offload.calibration import Calibration, CalibrationError, PageLayout
 from kv_offload.config import OffloadConfig
 from kv_offload.namespace import NamespaceIdentity
 
+from .identity import merge_fingerprints
 from .kv_runs import bytes_of
 
+if TYPE_CHECKING:
+    from kv_offload._core import HostRegion
+
 _MOST_REASON = 200  # characters; the reasons of all groups are in the control page of a rank
+_DIGEST_CHARACTERS = 64
 
 
-def calibration_for(
-    options: OffloadConfig, identity: NamespaceIdentity, on_several_hosts: bool
-) -> Calibration | None:
+class HostFactors(NamedTuple):
+    """The arguments of TierSpec.set_bound_factors for the tiers of one host."""
+
+    by_group: tuple[list[float], ...]  # [] for groups that are stored without loss
+    shards: int  # of a record on this host
+
+
+def calibration_for(options: OffloadConfig, identity: NamespaceIdentity) -> Calibration | None:
     """Returns the calibration of the lossy tier; None without one. Raises CalibrationError if it cannot be
-    used with this model or engine."""
+    used with this model."""
     path = options.calibration_file()
     if path is None:
         return None
-    if on_several_hosts:
-        raise CalibrationError("calibration is not supported for engines whose ranks span several hosts")
     calibration = Calibration.read(Path(path))
     calibration.refuse_other_model(identity.model)
     return calibration
+
+
+class HostCalibration:
+    """The calibration of a host without the scheduler. One thread."""
+
+    def __init__(self, options: OffloadConfig, region: "HostRegion", ranks: range, parallel: Any) -> None:
+        """``ranks``: those of this host, whose layouts ``region`` has. ``parallel``: of the engine."""
+        self._path = options.calibration_file()
+        self._region = region
+        self._ranks = ranks
+        self._parallel = parallel
+        self._read: Calibration | None = None  # once: the file may be replaced while the engine runs
+
+    def factors(self, identity: NamespaceIdentity, exact: Sequence[bool]) -> HostFactors | None:
+        """Returns the factors of this host's ranks; None if the engine has no calibration.
+
+        ``identity``: the namespace of the engine, from the scheduler. ``exact``: see factors_by_group. Raises
+        CalibrationError, with both digests, if this host has another calibration than the scheduler's host,
+        or only one of them has one.
+        """
+        theirs = str(identity.settings.get("calibration") or "none")[:_DIGEST_CHARACTERS]
+        self._read_once(theirs)
+        ours = "none" if self._read is None else self._read.digest
+        if ours != theirs:
+            raise CalibrationError(
+                f"its calibration is {ours} and that of the scheduler's host is {theirs}: copy one "
+                'calibration to all hosts, and set "calibration" on all of them'
+            )
+        if self._read is None:
+            return None
+        ranks = [self._region.geometry(rank) for rank in self._ranks]
+        merged = merge_fingerprints([text for _, text in ranks])
+        shard_bytes = list(zip(*(shards for shards, _ in ranks), strict=True))
+        return factors_by_group(self._read, shard_bytes, merged, exact, self._parallel, self._ranks)
+
+    def _read_once(self, theirs: str) -> None:
+        if self._path is None or self._read is not None:
+            return
+        try:
+            self._read = Calibration.read(Path(self._path))
+        except CalibrationError as error:
+            raise CalibrationError(
+                f"its calibration cannot be used, and that of the scheduler's host is {theirs}: {error}, or "
+                "copy one calibration to all hosts"
+            ) from error
 
 
 def layer_ranges_of(config: Any) -> list[list[tuple[int, int]] | str]:
@@ -50,13 +107,16 @@ def layer_ranges_of(config: Any) -> list[list[tuple[int, int]] | str]:
 
 def factors_by_group(
     calibration: Calibration,
-    identity: NamespaceIdentity,
+    shard_bytes: Sequence[Sequence[int]],
     merged: Mapping[str, Any],
     exact: Sequence[bool],
     parallel: Any,
-) -> tuple[list[float], ...]:
-    """Returns the factors of each cache group, for TierSpec.set_bound_factors; [] for groups that are stored
-    without loss.
+    ranks: range,
+) -> HostFactors:
+    """Returns the factors of each cache group, for the shards of ``ranks``, which are those of one host.
+
+    ``shard_bytes``: of the shards on this host, by group position. ``merged``: the result of
+    merge_fingerprints, of all ranks or of ``ranks``. ``exact``: the groups that are stored without loss.
 
     Raises CalibrationError if the layout or the layers of a group are not known, or differ from the
     calibration.
@@ -67,26 +127,27 @@ def factors_by_group(
     parts = int(canonical["shards_per_area"]) if canonical else 1
     seen: set[int] = set()
     found: list[list[float]] = []
-    for at, (group, is_exact) in enumerate(zip(identity.groups, exact, strict=True)):
+    for at, (shards, is_exact) in enumerate(zip(shard_bytes, exact, strict=True)):
         if is_exact:
             found.append([])
             continue
         try:
-            stages = _layers_of_stages(merged["layers"][at], parallel, seen)
+            layers = _layers_by_rank(merged["layers"][at], len(calibration.layers), parallel, ranks, seen)
             found.append(
                 _group_factors(
                     calibration,
-                    stages,
+                    layers,
+                    parallel.tp_size,
                     merged["kv_runs"][at],
                     merged["head_orders"][at],
                     bytes_of(merged["elements"][at]),
-                    group.shard_bytes,
+                    shards,
                     parts,
                 )
             )
         except CalibrationError as reason:
             raise CalibrationError(f"cache group {at}: {reason}") from None
-    return tuple(found)
+    return HostFactors(tuple(found), parts * len(ranks))
 
 
 def _number_of(name: str) -> int:
@@ -97,56 +158,75 @@ def _number_of(name: str) -> int:
     return found[0]
 
 
-def _layers_of_stages(reports: Sequence[Any], parallel: Any, seen: set[int]) -> list[list[int]]:
-    """Returns the layers of a cache group by pipeline stage, from the reports of all ranks, and adds them to
-    ``seen``.
+def _numbers_of(report: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Returns the layers of a rank. Raises CalibrationError unless all are below ``count``: the reports of
+    other hosts come over the network."""
+    for first, last in report:
+        for number in (first, last):
+            if not 0 <= number < count:
+                raise CalibrationError(f"the calibration has no layer {number}")
+    return [number for first, last in report for number in range(first, last + 1)]
 
-    vLLM numbers the tensor-parallel ranks of a stage consecutively. Raises CalibrationError unless the ranks
-    report exactly that.
+
+def _layers_by_rank(
+    reports: Sequence[Any], count: int, parallel: Any, ranks: range, seen: set[int]
+) -> dict[int, list[int]]:
+    """Returns the layers of a cache group by rank, for ``ranks``, and adds those of all stages to ``seen``.
+
+    ``reports``: of all ranks or of ``ranks``; None for a rank of another host that has no calibration: that
+    host refuses to open its tiers. ``count``: layers of the calibration. vLLM numbers the tensor-parallel
+    ranks of a stage consecutively. Raises CalibrationError unless the ranks report exactly that.
     """
     reason = next((report for report in reports if isinstance(report, str)), None)
     if reason is not None:
         raise CalibrationError(reason)
-    ranks = [[number for first, last in report for number in range(first, last + 1)] for report in reports]
-    stages = ranks[:: parallel.tp_size]
-    if len(ranks) != parallel.world_size or any(
-        layers != stages[rank // parallel.tp_size] for rank, layers in enumerate(ranks)
-    ):
-        raise CalibrationError(f"the ranks of a pipeline stage have different layers: {reports}")
-    for layers in stages:
+    if len(reports) not in (parallel.world_size, len(ranks)):
+        raise CalibrationError(f"{parallel.world_size} ranks with the layers of {len(reports)}")
+    first = 0 if len(reports) == parallel.world_size else ranks.start
+    by_rank = {
+        rank: _numbers_of(report, count) for rank, report in enumerate(reports, first) if report is not None
+    }
+    missing = [rank for rank in ranks if rank not in by_rank]
+    if missing:
+        raise CalibrationError(f"rank {missing[0]} has no calibration")
+    stages: dict[int, list[int]] = {}
+    for rank, layers in by_rank.items():
+        if stages.setdefault(rank // parallel.tp_size, layers) != layers:
+            raise CalibrationError(f"the ranks of a pipeline stage have different layers: {reports}")
+    for layers in stages.values():
         for number in layers:
             if number in seen:
                 raise CalibrationError(f"layer {number} is in the cache more than once")
             seen.add(number)
-    if len({len(layers) for layers in stages}) != 1:
+    counts = {rank // parallel.tp_size: len(by_rank[rank]) for rank in ranks}
+    if len(set(counts.values())) != 1:
         raise CalibrationError(
-            f"a calibration needs the same number of layers in each pipeline stage, not "
-            f"{[len(layers) for layers in stages]}; set VLLM_PP_LAYER_PARTITION or another pipeline size"
+            f"a calibration needs the same number of layers in all pipeline stages of a host, not "
+            f"{list(counts.values())}; set VLLM_PP_LAYER_PARTITION or another pipeline size"
         )
-    return stages
+    return {rank: by_rank[rank] for rank in ranks}
 
 
 def _group_factors(
     calibration: Calibration,
-    stages: list[list[int]],
+    layers_by_rank: Mapping[int, list[int]],
+    tp_size: int,
     runs: Sequence[int],
     order: tuple[int, bool, int] | str,
     element_bytes: int,
     shard_bytes: Sequence[int],
     parts: int,
 ) -> list[float]:
-    """``parts``: the shards of which a rank's page consists; 1 without the canonical layout."""
+    """``layers_by_rank``: of the ranks of this host, each with the same number of layers. ``parts``: the
+    shards of which a rank's page consists; 1 without the canonical layout."""
     if isinstance(order, str) or not all(runs):
         raise CalibrationError(f"a calibration is not possible with this cache layout ({order})")
     heads, by_head, page_bytes = order[0] // parts, order[1], order[2] // parts
-    if len(shard_bytes) % len(stages) or len(set(shard_bytes)) != 1 or (parts != 1 and len(stages) != 1):
-        raise CalibrationError(f"{len(stages)} pipeline stages with shards of {list(shard_bytes)} bytes")
-    shards = len(shard_bytes) // len(stages)  # of a stage
-    layers = [number for stage in stages for number in stage]
-    for number in layers:
-        if number >= len(calibration.layers):
-            raise CalibrationError(f"the calibration has no layer {number}")
-    known = {len(calibration.layers[number].keys) for number in layers}
+    if len(shard_bytes) != len(layers_by_rank) * parts or len(set(shard_bytes)) != 1:
+        raise CalibrationError(f"{len(layers_by_rank)} ranks with shards of {list(shard_bytes)} bytes")
+    shards = tp_size * parts  # of a pipeline stage
+    used = {number for layers in layers_by_rank.values() for number in layers}
+    known = {len(calibration.layers[number].keys) for number in used}
     total = known.pop() if len(known) == 1 else 0
     is_split = heads * shards == total
     if not is_split and not (heads == 1 and total > 0 and shards % total == 0):  # ranks with the same head
@@ -155,11 +235,12 @@ def _group_factors(
         )
     page = PageLayout(runs[0], runs[1], by_head, element_bytes, page_bytes)
     factors: list[float] = []
-    for stage in stages:
-        for shard in range(shards):
+    for rank, layers in layers_by_rank.items():
+        for part in range(parts):
+            shard = rank % tp_size * parts + part
             first = shard * heads if is_split else shard * total // shards
-            factors += calibration.block_factors(stage, page, first, heads)
-    block_bytes = len(stages[0]) * page_bytes
+            factors += calibration.block_factors(layers, page, first, heads)
+    block_bytes = len(next(iter(layers_by_rank.values()))) * page_bytes
     if any(bytes_ % block_bytes for bytes_ in shard_bytes):
         raise CalibrationError(f"its shards of {shard_bytes} bytes are not whole blocks of {block_bytes}")
     return factors

@@ -29,6 +29,8 @@ from .tier_specs import TierPlan
 if TYPE_CHECKING:
     from kv_offload._core import HostAgent, HostLinks, HostRegion
 
+    from .bound_factors import HostCalibration
+
 logger = get_logger(__name__)
 
 HOSTS_DEADLINE_SECONDS = 120.0  # at start, for all hosts in total: addresses, then connections
@@ -50,6 +52,11 @@ class Hosts:
     def first_rank(self) -> int:
         """The first rank of this host."""
         return self.own * self.ranks_each
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this host."""
+        return range(self.first_rank, self.first_rank + self.ranks_each)
 
     @property
     def others(self) -> list[tuple[int, int]]:
@@ -168,10 +175,12 @@ def connect_rank(
     return agent
 
 
-def serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> threading.Thread:
+def serve_tiers(
+    agent: "HostAgent", hosts: Hosts, options: OffloadConfig, calibration: "HostCalibration"
+) -> threading.Thread:
     """Starts a thread that opens the tiers of this host when the scheduler orders it. Ends with the agent."""
     thread = threading.Thread(
-        target=_serve_tiers, args=(agent, hosts, options), name="kv-offload-tiers", daemon=True
+        target=_serve_tiers, args=(agent, hosts, options, calibration), name="kv-offload-tiers", daemon=True
     )
     thread.start()
     # A thread that is still in the core when the interpreter ends would abort the process.
@@ -185,7 +194,9 @@ def _end_serving(agent: "weakref.ref[HostAgent]", thread: threading.Thread) -> N
     thread.join(_EXIT_SECONDS)
 
 
-def _serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> None:
+def _serve_tiers(
+    agent: "HostAgent", hosts: Hosts, options: OffloadConfig, calibration: "HostCalibration"
+) -> None:
     bounds: list[int | None] | None = None
     while not agent.is_closed:
         request = agent.wait_for_tiers(_REQUEST_WAIT_SECONDS)
@@ -201,7 +212,9 @@ def _serve_tiers(agent: "HostAgent", hosts: Hosts, options: OffloadConfig) -> No
                 bounds = list(tier_bounds(options))
             tenants = options.tenant_table()
             shares = () if tenants is None else tenants.shares
-            agent.open_tiers(round, epochs, plan.specs(options, bounds, hosts.part), tenants=shares)
+            factors = calibration.factors(plan.identity, plan.exact_groups)
+            specs = plan.specs(options, bounds, hosts.part, factors)
+            agent.open_tiers(round, epochs, specs, tenants=shares)
         except Exception as error:  # the scheduler raises it
             agent.refuse_tiers(round, (str(error) or type(error).__name__)[:_PROBLEM_CHARACTERS])
 

@@ -6,6 +6,7 @@ scheduler. The region's control page carries at most 4095 bytes of text per rank
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -300,6 +301,10 @@ def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def by_group(key: str) -> list[tuple[Any, ...]]:
         return list(zip(*(fingerprint[key] for fingerprint in ranks if key in fingerprint), strict=True))
 
+    # Empty for a rank without a calibration, which the host of that rank refuses if the others have one.
+    orders = [fingerprint["head_orders"] for fingerprint in ranks if fingerprint.get("head_orders")]
+    layers = [fingerprint.get("layers") or () for fingerprint in ranks]
+
     return {
         "windowed": [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None,
         "elements": [names[0] if len(set(names)) == 1 else "bytes" for names in by_group("elements")],
@@ -310,8 +315,9 @@ def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             next((reason for reason in runs if isinstance(reason, str)), "the ranks have different layouts")
             for runs in by_group("kv_runs")
         ],
-        "head_orders": [_merged_order(orders) for orders in by_group("head_orders")],
-        "layers": [list(ranks) for ranks in by_group("layers")],  # a calibration needs those of each rank
+        "head_orders": [_merged_order(found) for found in zip(*orders, strict=True)],
+        # A calibration needs those of each rank.
+        "layers": [list(reports) for reports in itertools.zip_longest(*layers)],
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_offload import __version__
+from kv_offload.calibration import Calibration
 from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
 from kv_offload.machine import KEPT_REGIONS, cautions, tier_bounds
@@ -18,7 +19,7 @@ from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, startup_summary
 
-from .bound_factors import calibration_for, factors_by_group
+from .bound_factors import HostFactors, calibration_for, factors_by_group
 from .compat import OffloadingSpec, base, current_vllm_config, pass_cache_salts
 from .hosts import HOSTS_DEADLINE_SECONDS, Hosts, connect_scheduler, keep_on_all_hosts, scheduler_hosts
 from .identity import keep_for, merge_fingerprints, namespace_identity, share_for
@@ -103,7 +104,7 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, region.ranks_per_area > 1, options.model_id
         )
-        calibration = calibration_for(options, identity, hosts is not None)
+        calibration = calibration_for(options, identity)
         identity = identity.with_error_bounds(
             options.error_bounds(),
             merged["kv_runs"],
@@ -123,11 +124,9 @@ class KVOffloadSpec(OffloadingSpec):
             logger.warning(caution)
         metrics = _core.Metrics()
         plan = self._tier_plan(identity, merged)
-        if calibration is not None:
-            factors = factors_by_group(calibration, identity, merged, plan.exact_groups, self.config.parallel)
-            plan = replace(plan, bound_factors=factors)
         part = "" if hosts is None else hosts.part
-        tiers = plan.specs(options, bounds, part)
+        factors = None if calibration is None else self._factors(calibration, plan, merged, hosts)
+        tiers = plan.specs(options, bounds, part, factors)
         watches = self._watch_removals(tiers, hosts)
         identity = identity.with_part(part)
         over_hosts = {} if links is None else _tiers_over_hosts(links, plan)
@@ -337,6 +336,18 @@ class KVOffloadSpec(OffloadingSpec):
             )
         settings = common_settings(self._options)
         return TierPlan(identity, tuple(merged["elements"]), tuple(exact_groups), kv_runs, settings)
+
+    def _factors(
+        self, calibration: Calibration, plan: TierPlan, merged: Mapping[str, Any], hosts: Hosts | None
+    ) -> HostFactors:
+        """Returns the factors for the shards of this host. Raises CalibrationError."""
+        shard_bytes = [group.shard_bytes for group in plan.identity.groups]
+        parallel = self.config.parallel
+        ranks = range(parallel.world_size)
+        if hosts is not None:
+            ranks = hosts.ranks
+            shard_bytes = [shards[ranks.start : ranks.stop] for shards in shard_bytes]
+        return factors_by_group(calibration, shard_bytes, merged, plan.exact_groups, parallel, ranks)
 
     def _make_cache(
         self,

@@ -16,6 +16,8 @@ from kv_offload.namespace import NamespaceIdentity
 if TYPE_CHECKING:
     from kv_offload._core import TierSpec
 
+    from .bound_factors import HostFactors
+
 
 def common_settings(options: OffloadConfig) -> dict[str, Any]:
     """Returns the settings that must be equal on all hosts of an engine, as JSON values. No secrets."""
@@ -45,8 +47,6 @@ class TierPlan:
     exact_groups: tuple[bool, ...]
     kv_runs: tuple[tuple[int, int], ...]  # (bytes of keys, bytes of values) by group position
     settings: dict[str, Any] = field(default_factory=dict)  # common_settings() of the scheduler's host
-    # By group position, for TierSpec.set_bound_factors; empty: none. Not for engines on several hosts.
-    bound_factors: tuple[list[float], ...] = ()
 
     def to_text(self) -> str:
         """Returns JSON for ``of_text``."""
@@ -83,8 +83,15 @@ class TierPlan:
             ]
             raise ValueError(f"{'; '.join(texts)}: start vLLM with the same settings on all hosts")
 
-    def specs(self, options: OffloadConfig, bounds: Sequence[int | None], part: str = "") -> "list[TierSpec]":
-        """Returns the specs of the tiers. ``part``: which part of each chunk this host has; "": all of it."""
+    def specs(
+        self,
+        options: OffloadConfig,
+        bounds: Sequence[int | None],
+        part: str = "",
+        factors: "HostFactors | None" = None,
+    ) -> "list[TierSpec]":
+        """Returns the specs of the tiers. ``part``: which part of each chunk this host has; "": all of it.
+        ``factors``: those of a calibration, for the shards of this host."""
         identity = self.identity.with_part(part)
         tiers = [
             tier.spec(name, bound, identity)
@@ -95,8 +102,8 @@ class TierPlan:
             tier.elements = self.elements
             tier.exact_groups = self.exact_groups
             tier.kv_runs = self.kv_runs
-            if self.bound_factors:
-                tier.set_bound_factors(self.bound_factors, len(identity.groups[0].shard_bytes))
+            if factors is not None:
+                tier.set_bound_factors(factors.by_group, factors.shards)
             tier.accepted_errors = options.error_bounds() or (0.0, 0.0)
             tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
             tier.memory_outlives = options.keep_host_memory

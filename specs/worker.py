@@ -13,7 +13,7 @@ from kv_offload.machine import no_copier
 from kv_offload.sizes import format_bytes
 
 from . import compat
-from .bound_factors import layer_ranges_of
+from .bound_factors import HostCalibration, layer_ranges_of
 from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
 from .hosts import connect_rank, hosts_of, ranks_per_area, refuse_on_several_hosts, serve_tiers
@@ -184,7 +184,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     )
     agent = connect_rank(hosts, region, config)
     if hosts is not None and agent is not None:  # also without tiers: it then refuses the scheduler's order
-        serve_tiers(agent, hosts, options)
+        serve_tiers(agent, hosts, options, HostCalibration(options, region, hosts.ranks, parallel))
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that has ended", name)
     first = parallel.rank % sharing == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from vllm_trees import MINORS
 from written_root import FACTS
 
 from kv_offload.calibration import Calibration, CalibrationError, LayerFactors, PageLayout
@@ -212,6 +213,13 @@ def test_the_core_rejects_impossible_factors() -> None:
 
 
 @pytest.mark.timeout(1800)  # as in test_oracle.py
+@pytest.mark.release_check("oracle/check_lossy.py")
+@pytest.mark.parametrize("minor", MINORS)
+def test_calibrated_records_are_within_the_bounds_of_their_heads(minor: str, check_output: str) -> None:
+    print(check_output)
+
+
+@pytest.mark.timeout(1800)
 @pytest.mark.release_check("oracle/check_calibrate.py", "0.32")
 def test_the_command_computes_sensitivities(check_output: str) -> None:
     print(check_output)

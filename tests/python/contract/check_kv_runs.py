@@ -5,6 +5,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch
 adapter.use_specs()
 
 from kv_offload.specs import compat, identity  # noqa: E402
-from kv_offload.specs.bound_factors import factors_by_group, layer_ranges_of  # noqa: E402
+from kv_offload.specs.bound_factors import (  # noqa: E402
+    HostCalibration,
+    HostFactors,
+    factors_by_group,
+    layer_ranges_of,
+)
 from kv_offload.specs.kv_runs import UNKNOWN, head_orders_of, kv_runs_of, share_of_values  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
@@ -79,8 +85,9 @@ class Group:
                 kv_cache_dtype="fp8" if spec.dtype == torch.uint8 else "auto",
             )
         self.kv_caches = base.CanonicalKVCaches(tensors, [refs])
-        vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=self.layers))
-        monkeypatch.setattr(compat, "current_vllm_config", lambda: vllm_config)
+        compilation = SimpleNamespace(static_forward_context=self.layers)
+        self.vllm_config = SimpleNamespace(compilation_config=compilation)
+        monkeypatch.setattr(compat, "current_vllm_config", lambda: self.vllm_config)
 
     def runs(self) -> tuple[int, int] | str:
         (found,) = kv_runs_of(self.config, self.kv_caches)
@@ -93,9 +100,11 @@ class Group:
         parts: int = 1,
         ranks: int = 1,
         stages: Sequence["Group"] = (),
+        of: range | None = None,
     ) -> list[float]:
-        """``parts``: shards of a rank's page, 1 without the canonical layout. ``ranks``: of each pipeline
-        stage. ``stages``: their groups; one stage with this group if empty."""
+        """``shards``: of all hosts. ``parts``: shards of a rank's page, 1 without the canonical layout.
+        ``ranks``: of each pipeline stage. ``stages``: their groups; one stage with this group if empty.
+        ``of``: the ranks of a host; None: all."""
         reports = [layer_ranges_of(stage.config)[0] for stage in stages or [self] for _ in range(ranks)]
         page = self.kv_caches.group_data_refs[0][0].page_size_bytes // parts
         merged = {
@@ -105,12 +114,12 @@ class Group:
             "canonical": {"shards_per_area": parts} if parts > 1 else None,
             "layers": [json.loads(json.dumps(reports))],
         }
-        identity = SimpleNamespace(
-            groups=[SimpleNamespace(shard_bytes=(2 * len(self.layers) * page,) * shards)]
-        )
         parallel = SimpleNamespace(world_size=len(reports), tp_size=ranks, dcp_size=1)
-        (found,) = factors_by_group(calibration, identity, merged, [False], parallel)
-        return found
+        of = of or range(len(reports))
+        shard_bytes = [[2 * len(self.layers) * page] * (shards * len(of) // len(reports))]
+        found = factors_by_group(calibration, shard_bytes, merged, [False], parallel, of)
+        assert found.shards == len(shard_bytes[0])
+        return found.by_group[0]
 
     def first_pages(self, dtype: torch.dtype) -> torch.Tensor:
         """All blocks of the first layer as numbers."""
@@ -391,6 +400,32 @@ def test_the_factors_of_pipeline_stages_are_those_of_their_layers(monkeypatch: p
     assert len(set(expected)) == 2 * 2 * 2 * 2 * HEADS
     calibration = calibration_of(2 * HEADS, layers=4)
     assert group.factors(calibration, shards=4, ranks=2, stages=stages) == expected
+    # The same ranks on two and on four hosts: each host has the factors of its own ranks.
+    for each in (2, 1):
+        hosts = [range(first, first + each) for first in range(0, 4, each)]
+        found = [group.factors(calibration, shards=4, ranks=2, stages=stages, of=host) for host in hosts]
+        assert [factor for part in found for factor in part] == expected
+
+
+def test_pipeline_stages_on_several_hosts_may_have_different_numbers_of_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = (
+        Group(
+            monkeypatch,
+            [marked("LBHNC", "FLASH_ATTN", layer, range(HEADS)) for layer in layers],
+            first_layer=layers[0],
+        )
+        for layers in (range(0, 1), range(1, 4))
+    )
+    calibration = calibration_of(HEADS, layers=4)
+    for host, group in enumerate((first, second)):
+        pages = [cache.tensor[0].view(torch.bfloat16) for cache in group.kv_caches.tensors]
+        monkeypatch.setattr(compat, "current_vllm_config", lambda group=group: group.vllm_config)
+        found = group.factors(calibration, shards=2, stages=[first, second], of=range(host, host + 1))
+        assert found == torch.cat(pages).view(-1, 64)[:, 0].tolist()
+    with pytest.raises(CalibrationError, match=r"in all pipeline stages of a host, not \[1, 3\]; set"):
+        second.factors(calibration, shards=2, stages=[first, second])
 
 
 def test_layers_are_reported_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,14 +446,17 @@ def test_layers_are_reported_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ([[[0, 1]], [[0, 1]], [[2, 3]], [[2, 2]]], "the ranks of a pipeline stage have different layers"),
         ([[[0, 1]], [[2, 3]], [[0, 1]], [[2, 3]]], "the ranks of a pipeline stage have different layers"),
-        ([[[0, 1]], [[0, 1]], [[2, 3]]], "the ranks of a pipeline stage have different layers"),
+        ([[[0, 1]], [[0, 1]], [[2, 3]]], "4 ranks with the layers of 3"),
+        ([[[0, 1]], [[0, 1]], [[2, 3]], None], "rank 3 has no calibration"),
         ([[[0, 1]], [[0, 1]], [[1, 2]], [[1, 2]]], "layer 1 is in the cache more than once"),
         ([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]], "layer 0 is in the cache more than once"),
         (
             [[[0, 1]], [[0, 1]], [[2, 2]], [[2, 2]]],
-            "in each pipeline stage, not [2, 1]",
+            "in all pipeline stages of a host, not [2, 1]",
         ),
         ([[[0, 1]], [[0, 1]], [[2, 2], [4, 4]], [[2, 2], [4, 4]]], "the calibration has no layer 4"),
+        ([[[0, 1]], [[0, 1]], [[2, 3]], [[2, 1_000_000]]], "the calibration has no layer 1000000"),
+        ([[[0, 1]], [[0, 1]], [[2, 3]], [[-1_000_000, 3]]], "the calibration has no layer -1000000"),
         ([[[0, 1]], [[0, 1]], "the number of layer 'x' is not known", [[2, 3]]], "layer 'x' is not known"),
     ],
 )
@@ -437,8 +475,7 @@ def test_a_calibration_is_refused_unless_each_layer_has_a_known_place(
     calibration = calibration_of(2 * HEADS, layers=4)
 
     def found(shard_bytes: Sequence[int]) -> Any:
-        identity = SimpleNamespace(groups=[SimpleNamespace(shard_bytes=tuple(shard_bytes))])
-        return factors_by_group(calibration, identity, merged, [False], parallel)
+        return factors_by_group(calibration, [shard_bytes], merged, [False], parallel, range(4)).by_group
 
     with pytest.raises(CalibrationError, match="cache group 0: ") as refused:
         found([2 * page] * 4)
@@ -447,7 +484,7 @@ def test_a_calibration_is_refused_unless_each_layer_has_a_known_place(
     merged["layers"] = [[[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]]
     assert len(found([2 * page] * 4)[0]) == 4 * 2 * page // 128
     for shards in ([2 * page] * 3 + [4 * page], [2 * page] * 3):
-        with pytest.raises(CalibrationError, match="2 pipeline stages with shards of"):
+        with pytest.raises(CalibrationError, match="4 ranks with shards of"):
             found(shards)
 
 
@@ -460,15 +497,60 @@ def test_a_layer_in_two_cache_groups_is_refused(monkeypatch: pytest.MonkeyPatch)
         "elements": ["bfloat16"] * 2,
         "layers": [[[[0, 0]]], [[[0, 0]]]],
     }
-    identity = SimpleNamespace(groups=[SimpleNamespace(shard_bytes=(page,))] * 2)
     parallel = SimpleNamespace(world_size=1, tp_size=1, dcp_size=1)
+
+    def found(*exact: bool) -> Any:
+        shard_bytes = [[page], [page]]
+        return factors_by_group(calibration_of(HEADS), shard_bytes, merged, exact, parallel, range(1))
+
     with pytest.raises(CalibrationError, match="cache group 1: layer 0 is in the cache more than once"):
-        factors_by_group(calibration_of(HEADS), identity, merged, [False, False], parallel)
-    assert factors_by_group(calibration_of(HEADS), identity, merged, [False, True], parallel)[1] == []
+        found(False, False)
+    assert found(False, True).by_group[1] == []
 
 
 @pytest.mark.parametrize(("world", "context"), [(3, 1), (2, 2)])
 def test_a_calibration_is_refused_if_ranks_split_tokens(world: int, context: int) -> None:
     parallel = SimpleNamespace(world_size=world, tp_size=2, dcp_size=context)
     with pytest.raises(CalibrationError, match="ranks that split layers or KV heads, not tokens"):
-        factors_by_group(calibration_of(HEADS), SimpleNamespace(groups=[]), {}, [], parallel)
+        factors_by_group(calibration_of(HEADS), [], {}, [], parallel, range(world))
+
+
+def test_a_host_keeps_the_calibration_that_it_has_read(vllm_config: Any, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    first = calibration_of(HEADS)
+    first.write(path)
+    text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+    region: Any = SimpleNamespace(geometry=lambda rank: ([4096], text))
+    options: Any = SimpleNamespace(calibration_file=lambda: str(path))
+    parallel = SimpleNamespace(world_size=2, tp_size=2, dcp_size=1)
+    host = HostCalibration(options, region, range(1, 2), parallel)
+
+    def factors(digest: Any) -> Any:
+        asked: Any = SimpleNamespace(settings={"calibration": digest} if digest else {})
+        return host.factors(asked, [True])
+
+    assert factors(first.digest) == HostFactors(([],), 1)
+    calibration_of(HEADS, layers=2).write(path)
+    assert factors(first.digest) == HostFactors(([],), 1), "of the file that has replaced it"
+    # The scheduler's text comes over the network.
+    for other in ("", "x" * 20_000, ["x"] * 5000, first.digest[:-1]):
+        shown = str(other or "none")[:64]
+        with pytest.raises(CalibrationError) as refused:
+            factors(other)
+        assert str(refused.value).startswith(
+            f"its calibration is {first.digest} and that of the scheduler's host is {shown}: copy one"
+        )
+        assert len(str(refused.value)) < 400
+
+
+def test_ranks_without_a_calibration_do_not_fail_the_merge(vllm_config: Any) -> None:
+    """Their host refuses the calibration of the others, with both digests."""
+    texts = [
+        identity.worker_fingerprint(
+            offloading_config(), "cpu", "host", [[4096]], 100, None, [(128, 128)], orders, layers
+        )
+        for orders, layers in (([(3, True, 4096)], [[(0, 1)]]), ((), ()))
+    ]
+    merged = identity.merge_fingerprints(texts)
+    assert merged["head_orders"] == [(3, True, 4096)]
+    assert merged["layers"] == [[[[0, 1]], None]]

@@ -84,7 +84,7 @@ KINDS = {
     ),
     "replicated, two hosts with two ranks each": REPLICATED,
     "replicated, a stage of two ranks on each of two hosts": replace(
-        REPLICATED, pipelined=True, stage_ranks=2, layers=3
+        REPLICATED, pipelined=True, tensor_ranks=2, layers=3
     ),
 }
 
@@ -191,7 +191,7 @@ def test_the_oracle_detects_a_faulty_worker(fault: type, setup: Setup, faulty: t
 def test_a_host_has_one_copy_of_bytes_that_all_its_ranks_hold(
     stages: int, layers: tuple[int, int], roots: list[Path]
 ) -> None:
-    setup = replace(REPLICATED, pipelined=stages > 1, stage_ranks=4 // stages, layers=3)
+    setup = replace(REPLICATED, pipelined=stages > 1, tensor_ranks=4 // stages, layers=3)
     engine = boot(over_tiers(setup, roots, "1MiB"))
     try:
         workers = [connector.connector_worker.worker for _, connector, _ in engine.ranks]
@@ -439,11 +439,11 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     original = specs_hosts.serve_tiers
     found = [tmp_path / "host-0", tmp_path / "host-1", tmp_path / "host-2"]
 
-    def elsewhere(agent: Any, hosts: Any, options: Any) -> Any:
+    def elsewhere(agent: Any, hosts: Any, options: Any, *more: Any) -> Any:
         tiers = tuple(
             tier.model_copy(update={"root_dir": str(found[hosts.own])}) for tier in options.secondary_tiers
         )
-        return original(agent, hosts, options.model_copy(update={"secondary_tiers": tiers}))
+        return original(agent, hosts, options.model_copy(update={"secondary_tiers": tiers}), *more)
 
     monkeypatch.setattr(specs_worker, "serve_tiers", elsewhere)
     return found
@@ -597,10 +597,10 @@ def test_stores_with_different_epochs_are_reported_while_another_one_is_down(
         home.mkdir()
     original = specs_hosts.serve_tiers
 
-    def elsewhere(agent: Any, hosts: Any, options: Any) -> Any:
+    def elsewhere(agent: Any, hosts: Any, options: Any, *more: Any) -> Any:
         url = f"unix://{homes[hosts.own] / 's'}"
         tiers = tuple(tier.model_copy(update={"url": url}) for tier in options.secondary_tiers)
-        return original(agent, hosts, options.model_copy(update={"secondary_tiers": tiers}))
+        return original(agent, hosts, options.model_copy(update={"secondary_tiers": tiers}), *more)
 
     monkeypatch.setattr(specs_worker, "serve_tiers", elsewhere)
     entry = {"type": "redis", "url": f"unix://{homes[0] / 's'}"}
@@ -879,7 +879,8 @@ def test_the_thread_of_the_tiers_ends_before_the_interpreter(monkeypatch: pytest
     at_exit: list[Any] = []
     monkeypatch.setattr(specs_hosts.atexit, "register", lambda *call: at_exit.append(call))
     agent = Agent()
-    thread = specs_hosts.serve_tiers(cast(Any, agent), specs_hosts.Hosts(2, 1, 1), cast(Any, None))
+    hosts = specs_hosts.Hosts(2, 1, 1)
+    thread = specs_hosts.serve_tiers(cast(Any, agent), hosts, cast(Any, None), cast(Any, None))
     ((end, *arguments),) = at_exit
     assert thread.is_alive()
     end(*arguments)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +48,13 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -74,13 +81,16 @@ class Setup:
     replicated: bool = False  # one latent vector for all ranks (MLA)
     # KV heads, split between the ranks, each contiguous in a page; None: pages of tokens
     heads: int | None = None
+    head_size: int = 2
+    backend: str | None = None  # name of the attention backend, for layouts of keys and values
+    fp8: bool = False  # caches in fp8_e4m3
     block_size: int = 16
     kv_dtype: str = "float32"
     hash_algorithm: str = "sha256"
     layout: str = "LBHNC"
     world_size: int = 1
     pipelined: bool = False  # each rank has its own layers instead of a share of every layer
-    stage_ranks: int = 1  # pipelined: tensor-parallel ranks with the same layers
+    tensor_ranks: int | None = None  # ranks of a pipeline stage; None: one if pipelined, otherwise all
     # emulated hosts, each with as many ranks: a region of its own, connected over the loopback interface
     hosts: int = 1
     num_blocks: int = 40
@@ -101,6 +111,11 @@ class Setup:
     mirrored: bool = False  # the model works on a copy of the caches, as for GPU caches
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
     wrap_manager: Callable[[Any], Any] | None = None
+    make_runner: Callable[..., FakeRunner] = FakeRunner
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return self.tensor_ranks or (1 if self.pipelined else self.world_size)
 
 
 def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
@@ -121,7 +136,11 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
             **setup.extra,
         },
     )
-    cache = CacheConfig(block_size=setup.block_size, cache_dtype="auto", enable_prefix_caching=True)
+    cache = CacheConfig(
+        block_size=setup.block_size,
+        cache_dtype="fp8" if setup.fp8 else "auto",
+        enable_prefix_caching=True,
+    )
     cache.prefix_caching_hash_algo = setup.hash_algorithm
     cache.prefix_cache_retention_interval = setup.retention
     if setup.window == STATE:
@@ -146,8 +165,8 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         if setup.events
         else None,
         parallel_config=ParallelConfig(
-            tensor_parallel_size=setup.stage_ranks if setup.pipelined else setup.world_size,
-            pipeline_parallel_size=setup.world_size // setup.stage_ranks if setup.pipelined else 1,
+            tensor_parallel_size=setup.ranks_of_stage,
+            pipeline_parallel_size=setup.world_size // setup.ranks_of_stage,
             distributed_executor_backend="mp",
         ),
         device_config=DeviceConfig(setup.device),
@@ -184,11 +203,14 @@ class NoStructuredOutput:
 
 
 class SpecOnly:
-    """A layer that only reports its cache spec and cache."""
+    """A layer that only reports its cache spec, its cache and the name of its attention backend."""
 
-    def __init__(self, spec: Any, kv_cache: torch.Tensor | None = None) -> None:
+    def __init__(self, spec: Any, kv_cache: torch.Tensor | None = None, backend: str | None = None) -> None:
         self._spec = spec
         self.kv_cache = kv_cache
+        if backend is not None:
+            self.kv_cache_dtype = "fp8_e4m3" if spec.dtype == torch.uint8 else "auto"
+            self.attn_backend = SimpleNamespace(get_name=lambda: backend, customize_spec=lambda found: found)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         return self._spec
@@ -217,9 +239,15 @@ def make_model_dir(**changes: Any) -> str:
 
 
 def _layer_specs(setup: Setup) -> dict[str, Any]:
-    dtype = getattr(torch, setup.kv_dtype)
-    heads = 2 if setup.heads is None else max(1, setup.heads // setup.world_size)
-    common = {"block_size": setup.block_size, "num_kv_heads": heads, "head_size": 2, "dtype": dtype}
+    heads = 2 if setup.heads is None else max(1, setup.heads // setup.ranks_of_stage)
+    common = {
+        "block_size": setup.block_size,
+        "num_kv_heads": heads,
+        "head_size": setup.head_size,
+        "dtype": torch.uint8 if setup.fp8 else getattr(torch, setup.kv_dtype),
+    }
+    if setup.fp8:
+        common["kv_quant_mode"] = get_kv_quant_mode("fp8")
 
     def spec_of(layer: int) -> Any:
         if setup.replicated:
@@ -260,14 +288,12 @@ def _shared_layers(setup: Setup) -> dict[str, str]:
 
 def _specs_by_rank(setup: Setup) -> list[dict[str, Any]]:
     specs = _layer_specs(setup)
-    if not setup.pipelined:
-        return [dict(specs) for _ in range(setup.world_size)]
-    stages = setup.world_size // setup.stage_ranks
+    stages = setup.world_size // setup.ranks_of_stage
     ends = [setup.layers * stage // stages for stage in range(stages + 1)]
     return [
         dict(list(specs.items())[first:end])
         for first, end in itertools.pairwise(ends)
-        for _ in range(setup.stage_ranks)
+        for _ in range(setup.ranks_of_stage)
     ]
 
 
@@ -305,6 +331,9 @@ def _as_seen(caches: dict[str, torch.Tensor], specs: dict[str, Any]) -> dict[str
     seen = {}
     for name, view in caches.items():
         spec = specs[name]
+        if isinstance(spec, MambaSpec):
+            seen[name] = view
+            continue
         elements = view.view(spec.dtype)
         shape = (view.shape[0], spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
         strides = (elements.stride(0), shape[2] * shape[3], shape[3], 1)
@@ -407,7 +436,10 @@ class Engine:
         seen = caches if mirror is None else _views(kv_cache_config, specs, mirror.host)
         registered = caches if self.setup.heads is None else _as_seen(caches, specs)
         config.compilation_config.static_forward_context = {
-            name: SpecOnly(spec, registered[name]) for name, spec in specs.items()
+            name: SpecOnly(
+                spec, registered[name], None if isinstance(spec, MambaSpec) else self.setup.backend
+            )
+            for name, spec in specs.items()
         }
         # as in vLLM's runner: after its KVCacheConfig
         for name, target in _shared_layers(self.setup).items():
@@ -432,16 +464,21 @@ class Engine:
         alike = self.config.parallel_config.tensor_parallel_size if self.setup.replicated else 1
         known_as = rank // alike
         self.mirrors[rank] = mirror
-        runner = FakeRunner(
-            views, self.windows, self.setup.block_size, known_as, draft_layers, self._heads_of(rank)
+        numbers = [
+            [int(name.split(".")[2]) for name in group.layer_names]
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        runner = self.setup.make_runner(
+            views, self.windows, self.setup.block_size, known_as, draft_layers, self._heads_of(rank), numbers
         )
         return config, connector, runner
 
     def _heads_of(self, rank: int) -> range | None:
         """Returns the KV heads of a rank. If there are fewer heads than ranks, several ranks share a head."""
-        total, ranks = self.setup.heads, self.setup.world_size
+        total, ranks = self.setup.heads, self.setup.ranks_of_stage
         if total is None:
             return None
+        rank %= ranks
         return range(rank * total // ranks, rank * total // ranks + max(1, total // ranks))
 
     # ---- requests

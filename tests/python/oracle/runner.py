@@ -82,7 +82,11 @@ class FakeRunner:
         rank: int,
         draft_layers: set[tuple[int, int]] | None = None,
         heads: range | None = None,
+        numbers: list[list[int]] | None = None,
     ) -> None:
+        """``numbers``: of the layers in the model, by group."""
+        self.numbers = numbers or []
+        self.heads = heads
         self.block_size, self.windows = block_size, windows
         self.draft_layers = draft_layers or set()  # (group, layer)
         self.rng = random.Random(len(views))
@@ -212,11 +216,11 @@ class FakeRunner:
             for layer, (words, salts) in enumerate(self.layers[group]):
                 ahead = (group, layer) in self.draft_layers
                 found = words[blocks, slots]
-                expected = sequence.digests[first + ahead : computed + ahead, None] * salts
+                expected = self._bytes_of(sequence.digests[first + ahead : computed + ahead, None], salts)
                 if np.array_equal(found, expected):
                     continue
                 positions = np.arange(first, computed)
-                wrong = (found != expected).any(axis=1)
+                wrong = self._wrong_tokens(found, expected, group, layer)
                 if ahead:
                     for index in np.flatnonzero(wrong):
                         wrong[index] = not self._is_of_another_continuation(
@@ -228,6 +232,14 @@ class FakeRunner:
                         f"group {group}, layer {layer}, first at {int(positions[wrong][0])} of {computed}"
                     )
             self.checked_tokens += computed - first
+
+    def _bytes_of(self, digests: np.ndarray, salts: np.ndarray) -> np.ndarray:
+        """Returns the words of tokens with these digests in a layer."""
+        return digests * salts
+
+    def _wrong_tokens(self, found: np.ndarray, expected: np.ndarray, group: int, layer: int) -> np.ndarray:
+        """Returns for each token whether its words are wrong. ``layer``: an index into self.layers[group]."""
+        return (found != expected).any(axis=1)
 
     def _is_of_another_continuation(
         self, sequence: Sequence, position: int, found: np.ndarray, salts: np.ndarray
@@ -253,7 +265,7 @@ class FakeRunner:
                 if ahead not in targets:
                     targets[ahead] = self._targets(sequence, group, end, right, ahead)
                 blocks, slots, values = targets[ahead]
-                words[blocks, slots] = values * salts
+                words[blocks, slots] = self._bytes_of(values, salts)
 
     def _targets(
         self, sequence: Sequence, group: int, end: int, right: int, ahead: bool
