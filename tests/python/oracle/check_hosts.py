@@ -393,7 +393,7 @@ def test_a_host_whose_memory_ends_with_the_engine_is_logged(caplog: pytest.LogCa
 def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of the hosts. All hosts are started with the first one."""
     original = specs_hosts.serve_tiers
-    found = [tmp_path / "host-0", tmp_path / "host-1", tmp_path / "host-2"]
+    found = [tmp_path / f"host-{host}" for host in range(4)]
 
     def elsewhere(agent: Any, hosts: Any, options: Any) -> Any:
         tiers = tuple(

@@ -53,7 +53,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from oracle.inputs import Inputs
-from oracle.runner import FakeRunner
+from oracle.runner import FakeRunner, TokenPart
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # 0.33
@@ -80,6 +80,9 @@ class Setup:
     layout: str = "LBHNC"
     world_size: int = 1
     pipelined: bool = False  # each rank has its own layers instead of a share of every layer
+    pcp: int = 1  # --prefill-context-parallel-size: the ranks are as many times the tensor-parallel ones
+    dcp: int = 1  # --decode-context-parallel-size: ranks of a group that share the tokens of a block
+    interleave: int = 1  # --cp-kv-cache-interleave-size: consecutive tokens on one rank of the group
     # emulated hosts, each with as many ranks: a region of its own, connected over the loopback interface
     hosts: int = 1
     num_blocks: int = 40
@@ -145,8 +148,11 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         if setup.events
         else None,
         parallel_config=ParallelConfig(
-            tensor_parallel_size=1 if setup.pipelined else setup.world_size,
+            tensor_parallel_size=1 if setup.pipelined else setup.world_size // setup.pcp,
             pipeline_parallel_size=setup.world_size if setup.pipelined else 1,
+            prefill_context_parallel_size=setup.pcp,
+            decode_context_parallel_size=setup.dcp,
+            cp_kv_cache_interleave_size=setup.interleave,
             distributed_executor_backend="mp",
         ),
         device_config=DeviceConfig(setup.device),
@@ -339,7 +345,8 @@ class Engine:
 
     def __init__(self, setup: Setup, engine_id: str, model_dir: str | None = None) -> None:
         self.setup = setup
-        self.model_dir = model_dir or make_model_dir()
+        # vLLM requires fewer KV heads than ranks for decode context parallelism
+        self.model_dir = model_dir or make_model_dir(**({"num_key_value_heads": 1} if setup.dcp > 1 else {}))
         init_none_hash(get_hash_fn_by_name(setup.hash_algorithm))
         self.config = _vllm_config(setup, self.model_dir, engine_id)
         self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform disables it
@@ -349,7 +356,7 @@ class Engine:
             configs = _kv_cache_configs(self.config, specs)
         for kv_cache_config in configs:
             kv_cache_config.kv_cache_layout = setup.layout
-            if setup.replicated:
+            if setup.replicated and setup.pcp == setup.dcp == 1:
                 kv_cache_config.kv_tp_replicas = setup.world_size
         scheduler_config = generate_scheduler_kv_cache_config(configs)
         self.draft_groups = [group.is_eagle_group for group in scheduler_config.kv_cache_groups]
@@ -425,9 +432,23 @@ class Engine:
         known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
         self.mirrors[rank] = mirror
         runner = FakeRunner(
-            views, self.windows, self.setup.block_size, known_as, draft_layers, self._heads_of(rank)
+            views,
+            self.windows,
+            self.setup.block_size,
+            known_as,
+            draft_layers,
+            self._heads_of(rank),
+            [self._part_of(rank, group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups],
         )
         return config, connector, runner
+
+    def _part_of(self, rank: int, spec: Any) -> TokenPart:
+        """Returns the tokens that a rank holds. The ranks of a group for decode context parallelism are
+        consecutive; with prefill context parallelism, the ranks of its groups come first.
+        """
+        dcp = self.setup.dcp if spec.dcp_sharded else 1
+        context, tensor = divmod(rank, self.setup.world_size // self.setup.pcp)
+        return TokenPart(dcp, (tensor * self.setup.pcp + context) % dcp, self.setup.interleave)
 
     def _heads_of(self, rank: int) -> range | None:
         """Returns the KV heads of a rank. If there are fewer heads than ranks, several ranks share a head."""
