@@ -228,7 +228,7 @@ def _layer_specs(setup: Setup) -> dict[str, Any]:
 
     def spec_of(layer: int) -> Any:
         if setup.replicated:
-            return MLAAttentionSpec(**{**common, "num_kv_heads": 1, "head_size": 8})
+            return MLAAttentionSpec(**{**common, "num_kv_heads": 1, "head_size": 8, "max_tp_shards": 1})
         if setup.window is None or layer % 2 == 0:
             return FullAttentionSpec(**common)
         if setup.window != STATE:
@@ -356,8 +356,6 @@ class Engine:
             configs = _kv_cache_configs(self.config, specs)
         for kv_cache_config in configs:
             kv_cache_config.kv_cache_layout = setup.layout
-            if setup.replicated and setup.pcp == setup.dcp == 1:
-                kv_cache_config.kv_tp_replicas = setup.world_size
         scheduler_config = generate_scheduler_kv_cache_config(configs)
         self.draft_groups = [group.is_eagle_group for group in scheduler_config.kv_cache_groups]
         self.config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
