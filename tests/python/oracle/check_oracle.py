@@ -142,8 +142,8 @@ def boot(setup: Setup, model_dir: str | None = None) -> Engine:
     """Boots an engine as vLLM does for a model with a replicated cache: there is no model class here."""
     with patch.object(ModelConfig, "use_mla", setup.replicated) if setup.replicated else nullcontext():
         engine = Engine(setup, f"oracle-{uuid.uuid4()}", model_dir)
-    is_shared = setup.replicated and setup.pcp == setup.dcp == 1
-    assert engine.ranks[0][1].connector_worker.spec.replicated_layout == is_shared
+    is_replicated = engine.ranks[0][1].connector_worker.spec.replicated_layout
+    assert is_replicated == (setup.replicated and setup.hosts == 1)
     return engine
 
 

@@ -80,9 +80,6 @@ class Setup:
     layout: str = "LBHNC"
     world_size: int = 1
     pipelined: bool = False  # each rank has its own layers instead of a share of every layer
-    pcp: int = 1  # --prefill-context-parallel-size: the ranks are as many times the tensor-parallel ones
-    dcp: int = 1  # --decode-context-parallel-size: ranks of a group that share the tokens of a block
-    interleave: int = 1  # --cp-kv-cache-interleave-size: consecutive tokens on one rank of the group
     # emulated hosts, each with as many ranks: a region of its own, connected over the loopback interface
     hosts: int = 1
     num_blocks: int = 40
@@ -100,6 +97,9 @@ class Setup:
     match_unit: int | None = None  # --prefix-match-unit: states are also kept at parts of a block
     # windows are kept and stored once per this many tokens; 0: the last one of a prompt
     retention: int | None = 0
+    pcp: int = 1  # --prefill-context-parallel-size: the ranks are as many times the tensor-parallel ones
+    dcp: int = 1  # --decode-context-parallel-size: ranks of a group that share the tokens of a block
+    interleave: int = 1  # --cp-kv-cache-interleave-size: consecutive tokens on one rank of the group
     mirrored: bool = False  # the model works on a copy of the caches, as for GPU caches
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
     wrap_manager: Callable[[Any], Any] | None = None
