@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import adapter
 import pytest
+import s3_server
 from live_root import records_in
 from mooncake_store import mooncake_store
 from redis_server import RedisClient, redis_server
@@ -437,7 +438,7 @@ def test_a_host_whose_memory_ends_with_the_engine_is_logged(caplog: pytest.LogCa
 def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of the hosts. All hosts are started with the first one."""
     original = specs_hosts.serve_tiers
-    found = [tmp_path / "host-0", tmp_path / "host-1", tmp_path / "host-2"]
+    found = [tmp_path / f"host-{host}" for host in range(4)]
 
     def elsewhere(agent: Any, hosts: Any, options: Any, *more: Any) -> Any:
         tiers = tuple(
@@ -514,35 +515,53 @@ def test_the_next_engine_reloads_its_prompts_from_the_tiers_of_all_hosts(roots: 
             engine.shutdown()
 
 
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = s3_server.S3Server(tmp_path_factory.mktemp("s3"))
+    try:
+        server.start()
+        yield server.endpoint
+    finally:
+        server.kill()
+
+
+@pytest.fixture(params=["redis", "s3"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
     """The entry of a tier with a server for all hosts."""
-    with redis_server(tmp_path) as socket:
-        yield {"type": "redis", "url": f"unix://{socket}"}
+    if request.param == "redis":
+        with redis_server(tmp_path) as socket:
+            yield {"type": "redis", "url": f"unix://{socket}"}
+        return
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.ACCESS)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET)
+    endpoint = request.getfixturevalue("s3_endpoint")
+    yield {"type": "s3", "bucket": s3_server.BUCKET, "endpoint": endpoint, "prefix": tmp_path.name}
 
 
-def test_every_byte_from_a_redis_server_is_right(redis: dict[str, Any]) -> None:
+def test_every_byte_from_a_server_is_right(store: dict[str, Any]) -> None:
     alone = [[number, *range(199)] for number in range(8)]
-    setup = over_tier(TWO, redis, "512KiB")
+    setup = over_tier(TWO, store, "512KiB")
     engine = live(setup, 7, max(STEPS // 3, 200), Rates(forced_reset=FORCED), alone=alone)
-    loaded = total(engine, "kv_offload_hit_tokens_total", "redis")
-    print(dict(engine.happened), f"loaded {loaded:,.0f} tokens from redis")
+    loaded = total(engine, "kv_offload_hit_tokens_total", store["type"])
+    print(dict(engine.happened), f"loaded {loaded:,.0f} tokens from {store['type']}")
     assert loaded > 0
 
 
-def test_the_next_engine_reloads_from_redis_until_a_reset(redis: dict[str, Any]) -> None:
+def test_the_next_engine_reloads_from_a_server_until_a_reset(store: dict[str, Any]) -> None:
     asked = prompts(2)
-    engine = boot(over_tier(TWO, redis, "2MiB"))
+    engine = boot(over_tier(TWO, store, "2MiB"))
     assert ask_again(engine, asked) == [0, 0]
     engine = restarted(engine)
     assert ask_again(engine, asked) == [WHOLE, WHOLE]
-    assert value(engine, "kv_offload_hit_tokens_total", "redis") == 2 * WHOLE
+    assert value(engine, "kv_offload_hit_tokens_total", store["type"]) == 2 * WHOLE
     settle(engine)
     assert engine.reset(running=True)
     assert ask_again(engine, asked) == [0, 0]
     settle(engine)
     engine.shutdown()
-    reader = boot(over_tier(TWO, {**redis, "write_policy": "read_only"}, "2MiB"), engine.model_dir)
+    reader = boot(over_tier(TWO, {**store, "write_policy": "read_only"}, "2MiB"), engine.model_dir)
     assert ask_again(reader, asked) == [0, 0]
     reader.shutdown()
     engine = boot(engine.setup, engine.model_dir)

@@ -272,7 +272,7 @@ def test_in_drafter_layers_only_the_last_position_of_a_block_may_differ() -> Non
     prompt = list(range(40))
     for name, at in (("same", None), ("after the block", 16), ("in the block", 15)):
         runner.expect(name, [999 if at == index else token for index, token in enumerate(prompt)], 4, None)
-        runner.sequences[name].hold([[1, 2, 3]], runner.block_size)
+        runner.sequences[name].hold([[1, 2, 3]], runner.slots)
     runner._write(runner.sequences["same"], 32, 32)
     for name, blocks_seen in (("same", 32), ("after the block", 16)):
         runner.check(name, runner.sequences[name], blocks_seen)

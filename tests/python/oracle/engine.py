@@ -60,7 +60,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from oracle.inputs import Inputs
-from oracle.runner import FakeRunner
+from oracle.runner import FakeRunner, TokenPart
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # 0.33
@@ -108,6 +108,9 @@ class Setup:
     match_unit: int | None = None  # --prefix-match-unit: states are also kept at parts of a block
     # windows are kept and stored once per this many tokens; 0: the last one of a prompt
     retention: int | None = 0
+    pcp: int = 1  # --prefill-context-parallel-size: the ranks are as many times the tensor-parallel ones
+    dcp: int = 1  # --decode-context-parallel-size: ranks of a group that share the tokens of a block
+    interleave: int = 1  # --cp-kv-cache-interleave-size: consecutive tokens on one rank of the group
     mirrored: bool = False  # the model works on a copy of the caches, as for GPU caches
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
     wrap_manager: Callable[[Any], Any] | None = None
@@ -165,8 +168,11 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         if setup.events
         else None,
         parallel_config=ParallelConfig(
-            tensor_parallel_size=setup.ranks_of_stage,
+            tensor_parallel_size=setup.ranks_of_stage // setup.pcp,
             pipeline_parallel_size=setup.world_size // setup.ranks_of_stage,
+            prefill_context_parallel_size=setup.pcp,
+            decode_context_parallel_size=setup.dcp,
+            cp_kv_cache_interleave_size=setup.interleave,
             distributed_executor_backend="mp",
         ),
         device_config=DeviceConfig(setup.device),
@@ -374,7 +380,8 @@ class Engine:
 
     def __init__(self, setup: Setup, engine_id: str, model_dir: str | None = None) -> None:
         self.setup = setup
-        self.model_dir = model_dir or make_model_dir()
+        # vLLM requires fewer KV heads than ranks for decode context parallelism
+        self.model_dir = model_dir or make_model_dir(**({"num_key_value_heads": 1} if setup.dcp > 1 else {}))
         init_none_hash(get_hash_fn_by_name(setup.hash_algorithm))
         self.config = _vllm_config(setup, self.model_dir, engine_id)
         self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform disables it
@@ -469,9 +476,24 @@ class Engine:
             for group in kv_cache_config.kv_cache_groups
         ]
         runner = self.setup.make_runner(
-            views, self.windows, self.setup.block_size, known_as, draft_layers, self._heads_of(rank), numbers
+            views,
+            self.windows,
+            self.setup.block_size,
+            known_as,
+            draft_layers,
+            self._heads_of(rank),
+            [self._part_of(rank, group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups],
+            numbers,
         )
         return config, connector, runner
+
+    def _part_of(self, rank: int, spec: Any) -> TokenPart:
+        """Returns the tokens that a rank holds. The ranks of a group for decode context parallelism are
+        consecutive; with prefill context parallelism, the ranks of its groups come first.
+        """
+        dcp = self.setup.dcp if spec.dcp_sharded else 1
+        context, tensor = divmod(rank, self.setup.world_size // self.setup.pcp)
+        return TokenPart(dcp, (tensor * self.setup.pcp + context) % dcp, self.setup.interleave)
 
     def _heads_of(self, rank: int) -> range | None:
         """Returns the KV heads of a rank. If there are fewer heads than ranks, several ranks share a head."""

@@ -10,10 +10,14 @@ preempted.
 Drafter layers (EAGLE) are one token ahead: their bytes for position t follow from tokens 0..t+1. A block's
 key does not cover the token after it, so its last position may hold the bytes of another continuation. vLLM
 drops the last block of a hit for that reason; where it does not, only drafts are worse.
+
+Under decode context parallelism, a block covers several times as many tokens, and each rank of a group holds
+its part of them, of the same KV heads. A rank writes and checks the tokens of its part only.
 """
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,24 @@ def _mix(value: int) -> int:
 
 def _next(digest: int, token: int) -> int:
     return _mix(digest * 3 + token + 1 & _MASK)
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """The tokens of a block whose KV a rank holds under decode context parallelism."""
+
+    ranks: int = 1  # of the group that shares the tokens
+    rank: int = 0  # in that group
+    interleave: int = 1  # consecutive tokens on one rank
+
+    def slots(self, block_size: int) -> np.ndarray:
+        """Returns the slot in this rank's page of each token of a block, -1 for those of other ranks: the
+        rule of vLLM's slot mapping (v1/worker/block_table.py).
+        """
+        offsets = np.arange(block_size * self.ranks)
+        rounds = offsets // (self.interleave * self.ranks)
+        slots = rounds * self.interleave + offsets % self.interleave
+        return np.where(offsets // self.interleave % self.ranks == self.rank, slots, -1)
 
 
 class Sequence:
@@ -62,12 +84,14 @@ class Sequence:
             digests.append(digest)
         self.digests = np.array(digests, dtype=np.uint64)
 
-    def hold(self, block_ids: list[list[int]], block_size: int) -> None:
-        """Sets the blocks of each group, and the block and slot of each position."""
+    def hold(self, block_ids: list[list[int]], slots: list[np.ndarray]) -> None:
+        """Sets the blocks of each group, and the block and slot of each position. ``slots``: TokenPart.slots
+        of each group.
+        """
         self.block_ids = block_ids
-        arrays = [np.array(ids, dtype=np.int64) for ids in block_ids]
         self.places = [
-            (np.repeat(ids, block_size), np.tile(np.arange(block_size), len(ids))) for ids in arrays
+            (np.repeat(np.array(ids, dtype=np.int64), len(each)), np.tile(each, len(ids)))
+            for ids, each in zip(block_ids, slots, strict=True)
         ]
 
 
@@ -82,12 +106,18 @@ class FakeRunner:
         rank: int,
         draft_layers: set[tuple[int, int]] | None = None,
         heads: range | None = None,
+        parts: list[TokenPart] | None = None,
         numbers: list[list[int]] | None = None,
     ) -> None:
-        """``numbers``: of the layers in the model, by group."""
+        """``parts``: the tokens of each group that this rank holds; None: all. ``numbers``: of the layers in
+        the model, by group.
+        """
         self.numbers = numbers or []
         self.heads = heads
-        self.block_size, self.windows = block_size, windows
+        self.windows = windows
+        self.block_size = block_size  # tokens in a page
+        parts = parts or [TokenPart()] * len(windows)
+        self.slots = [part.slots(block_size) for part in parts]
         self.draft_layers = draft_layers or set()  # (group, layer)
         self.rng = random.Random(len(views))
         self.stale = 0
@@ -101,9 +131,10 @@ class FakeRunner:
             for layer, view in enumerate(layer_views):
                 # A page holds the bytes of each of its tokens, or one state: the state after its last token.
                 tokens = 1 if windows[group] == 0 else block_size
-                for place, known_as in enumerate([rank] if heads is None else heads):
-                    parts = 1 if heads is None else len(heads)
-                    words = view.view(np.uint64).reshape(view.shape[0], parts, tokens, -1)[:, place]
+                own = 0 if parts[group].ranks > 1 else rank
+                for place, known_as in enumerate([own] if heads is None else heads):
+                    count = 1 if heads is None else len(heads)
+                    words = view.view(np.uint64).reshape(view.shape[0], count, tokens, -1)[:, place]
                     assert np.shares_memory(words, view)
                     salts = [
                         _mix(known_as << 40 | group << 24 | layer << 8 | word + 1)
@@ -131,7 +162,7 @@ class FakeRunner:
         self._copy_blocks(output.kv_cache_block_copies or [])
         for new in output.scheduled_new_reqs:
             sequence = self.sequences[new.req_id]
-            sequence.hold([list(ids) for ids in new.block_ids], self.block_size)
+            sequence.hold([list(ids) for ids in new.block_ids], self.slots)
             sequence.computed = sequence.found = new.num_computed_tokens
             prefill = getattr(new, "prefill_token_ids", None)
             sequence.known = len(prefill) if prefill else sequence.prompt_len
@@ -140,11 +171,11 @@ class FakeRunner:
             sequence = self.sequences[request_id]
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                sequence.hold([list(ids) for ids in blocks], self.block_size)
+                sequence.hold([list(ids) for ids in blocks], self.slots)
                 sequence.known = sequence.prompt_len + cached.num_output_tokens[index]
             elif blocks is not None and any(blocks):
                 pairs = zip(sequence.block_ids, blocks, strict=True)
-                sequence.hold([[*known, *ids] for known, ids in pairs], self.block_size)
+                sequence.hold([[*known, *ids] for known, ids in pairs], self.slots)
             # If scheduled before the last step's samples, it counts all drafts of that step as right.
             sequence.computed = min(cached.num_computed_tokens[index], sequence.known - 1)
 
@@ -213,25 +244,27 @@ class FakeRunner:
             blocks, slots = (places[first:computed] for places in sequence.places[group])
             if not blocks.all():
                 raise WrongBytes(f"{request_id}: group {group} reads the null block")
+            positions = np.arange(first, computed)
+            held = slots >= 0
+            blocks, slots, positions = blocks[held], slots[held], positions[held]
             for layer, (words, salts) in enumerate(self.layers[group]):
                 ahead = (group, layer) in self.draft_layers
                 found = words[blocks, slots]
-                expected = self._bytes_of(sequence.digests[first + ahead : computed + ahead, None], salts)
+                expected = self._bytes_of(sequence.digests[positions + ahead, None], salts)
                 if np.array_equal(found, expected):
                     continue
-                positions = np.arange(first, computed)
                 wrong = self._wrong_tokens(found, expected, group, layer)
                 if ahead:
                     for index in np.flatnonzero(wrong):
                         wrong[index] = not self._is_of_another_continuation(
-                            sequence, int(positions[index]), found[index], salts
+                            group, sequence, int(positions[index]), found[index], salts
                         )
                 if wrong.any():
                     raise WrongBytes(
                         f"{request_id}: {int(wrong.sum())} of {len(positions)} computed tokens are wrong in "
                         f"group {group}, layer {layer}, first at {int(positions[wrong][0])} of {computed}"
                     )
-            self.checked_tokens += computed - first
+            self.checked_tokens += len(positions)
 
     def _bytes_of(self, digests: np.ndarray, salts: np.ndarray) -> np.ndarray:
         """Returns the words of tokens with these digests in a layer."""
@@ -242,10 +275,10 @@ class FakeRunner:
         return (found != expected).any(axis=1)
 
     def _is_of_another_continuation(
-        self, sequence: Sequence, position: int, found: np.ndarray, salts: np.ndarray
+        self, group: int, sequence: Sequence, position: int, found: np.ndarray, salts: np.ndarray
     ) -> bool:
         """True if these words, in a drafter's layer, follow from the same prefix and another next token."""
-        if (position + 1) % self.block_size != 0:
+        if (position + 1) % len(self.slots[group]) != 0:
             return False
         digest = int(sequence.digests[position])
         nexts = np.array([_next(digest, token) for token in range(VOCABULARY)], dtype=np.uint64)
@@ -279,9 +312,7 @@ class FakeRunner:
         values = sequence.digests[np.minimum(positions + ahead, len(sequence.digests) - 1)]
         if right < last:
             values = np.where(positions < right, values, ~values)
-        if blocks.all():
-            return blocks, slots, values[:, None]
-        written = blocks != 0
+        written = (blocks != 0) & (slots >= 0)
         return blocks[written], slots[written], values[written, None]
 
     def _check_states(self, request_id: str, sequence: Sequence) -> None:
