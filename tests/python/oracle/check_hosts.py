@@ -574,7 +574,7 @@ def test_the_next_engine_reloads_from_a_server_until_a_reset(store: dict[str, An
         engine.shutdown()
 
 
-@pytest.mark.skipif(MINOR != (0, 33), reason="starts Mooncake's processes: once is enough")
+@pytest.mark.skipif(MINOR != (0, 32), reason="starts Mooncake's processes: once is enough")
 def test_the_next_engine_reloads_from_mooncake(tmp_path: Path) -> None:
     asked = prompts(2)
     with mooncake_store(tmp_path) as running:
