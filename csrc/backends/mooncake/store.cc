@@ -71,10 +71,11 @@ bool may_use_memory_later(std::int64_t code) {
 }
 
 // For a write, these codes are not a miss: another writer began this record and has failed or is still
-// writing.
+// writing. EBUSY: see hosts/all_hosts_tier.h.
 Status refusal_of_write(const Answer& answer) {
   if (answer.result == kNotComplete || answer.result == kNoObject) {
-    return Status::error(StatusKind::kUnavailable, "another process has not finished writing this record");
+    return Status::error(StatusKind::kUnavailable, "another process has not finished writing this record",
+                         EBUSY);
   }
   return refusal(answer.result, answer.text);
 }
