@@ -99,9 +99,12 @@ void Prefetcher::run(Nanos now, bool is_idle) {
   for (Queues& queues : queues_) {
     if (!has_work(queues)) continue;
     const std::size_t most = visits / tenants;
-    // Fewer than are visited, so that prompts that wait for room never take all visits.
-    for (std::size_t back = std::min(is_idle ? most : most / 2, queues.waiting.size()); back > 0; --back)
-      move(first_of(queues.waiting), &queues.ready);
+    // Half of those that were visited, so that prompts that wait for room never take all visits.
+    queues.visited = std::min(queues.visited, most);
+    const std::size_t others = queues.ready.empty() ? most : queues.visited;
+    std::size_t back = std::min(is_idle ? most : others / 2, queues.waiting.size());
+    queues.visited -= std::min(queues.visited, 2 * back);
+    for (; back > 0; --back) move(first_of(queues.waiting), &queues.ready);
     add_due(queues, now, end, is_idle, most);
   }
   visit_ready(now, is_idle, visits);
@@ -122,6 +125,7 @@ void Prefetcher::visit_ready(Nanos now, bool is_idle, std::size_t most) {
     const SessionId session = session_of(*next[tenant]++);
     if (next[tenant] == queues_[tenant].ready.end()) left &= ~(std::uint32_t{1} << tenant);
     const std::uint64_t before = tenants_[tenant].bytes;
+    ++queues_[tenant].visited;
     visit(session, now, is_idle, &chunks);
     const std::uint64_t read = tenants_[tenant].bytes - before;
     const double cost = static_cast<double>(read + with_.groups[0].bytes);

@@ -117,8 +117,9 @@ class Prefetcher {
   // are. Tasks that begin now have the time 0, so they come first.
   struct Queues {
     Queue scheduled, ready;
-    Queue waiting;  // due, and there was no room at the last visit; in the order of those
-    Due last{};     // the last task that add_due() checked in turn
+    Queue waiting;            // due, and there was no room at the last visit; in the order of those
+    Due last{};               // the last task that add_due() checked in turn
+    std::size_t visited = 0;  // visits since tasks in `waiting` became ready again
   };
   struct Task {
     std::shared_ptr<const Prompt> prompt;

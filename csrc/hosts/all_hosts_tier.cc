@@ -119,6 +119,7 @@ class AllHostsTier final : public Tier {
     std::size_t running = 0;      // parts
     bool part_is_stored = false;  // the op has written at least one part
     bool part_is_lost = false;    // a part was removed while others were being written
+    bool part_is_busy = false;    // another engine is writing a part
     Status status;
     std::uint64_t bytes = 0;
     double seconds = 0, queued_seconds = 0;  // of the slowest part
@@ -453,6 +454,7 @@ void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Com
   ++(op.kind == OpKind::kRead ? counts.reads : counts.writes)[static_cast<std::size_t>(ended.status.kind())];
   // A part from before this op stays, because the failing host may have its part of the chunk, too.
   op.part_is_stored |= ended.status.is_ok() && ended.bytes > 0;
+  op.part_is_busy |= ended.status.kind() == StatusKind::kUnavailable && ended.status.error_number() == EBUSY;
   add_failure(op, std::move(ended.status));
   op.bytes += ended.bytes;
   if (ended.seconds + ended.queued_seconds >= op.seconds + op.queued_seconds) {
@@ -468,8 +470,9 @@ void AllHostsTier::end_part(std::size_t part, Completion& ended, std::vector<Com
       op.status = Status::error(StatusKind::kNotFound, "a part was evicted before all parts were written");
   }
   const StatusKind kind = op.status.kind();
+  const bool stays_for_other = op.part_is_busy && !op.part_is_lost;
   const bool parts_are_useless = op.kind == OpKind::kWrite
-                                     ? kind != StatusKind::kOk && op.part_is_stored
+                                     ? kind != StatusKind::kOk && op.part_is_stored && !stays_for_other
                                      : kind == StatusKind::kCorrupt || kind == StatusKind::kNotFound;
   if (parts_are_useless) remove_useless_parts(op);
   if (op.kind == OpKind::kRead && kind == StatusKind::kOk) ++counts_[op.slowest].slowest_reads;

@@ -9,7 +9,9 @@
 // - Parts that became useless are removed: those of a chunk whose part on another host was evicted, damaged
 //   or not written. If a lookup finds that another host lacks its part, the part may still be on its way from
 //   another engine that shares the records, so it has to stay missing for some time first. A failed write
-//   removes parts only if it has written one of them, because the failing host may already have its part.
+//   removes parts only if it has written one of them, because the failing host may already have its part. It
+//   removes none while another engine is writing a part (kUnavailable with EBUSY), because that engine may
+//   have found the same on another host: both writes then fail, but the chunk becomes whole.
 //   A removal that a host cannot take now, because it is lost or its disk fails, is repeated later, at most
 //   once a second.
 // - Keys that this host lacks are not looked up on other hosts: each chunk of a new prompt is one. If this

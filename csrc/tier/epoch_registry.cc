@@ -121,6 +121,13 @@ std::string EpochRegistry::name_if_missing(const EpochChoice& choice, std::strin
   return name;
 }
 
+std::string EpochRegistry::unused_name() {
+  std::string name = new_name();
+  const MutexLock lock(mutex_);
+  remember(name, &offers_);
+  return name;
+}
+
 void EpochRegistry::update_startup_epoch(const std::string& known, const std::string& stored,
                                          bool read_only) {
   const MutexLock lock(mutex_);

@@ -21,11 +21,12 @@
 // a name with another ID: the hosts then differ, and the next start replaces all names.
 //
 // Upkeep is an exception. If the store has lost the name, or has one again that our reset ended, the engine
-// puts back the name that it last set or found there, with the same ID. An engine that has not checked the
-// store since before another engine's reset, because it was stopped or cut off, then puts back the name from
-// before that reset. This happens only if the store loses the later name, and no other engine puts that one
-// back first. If another host has missed that reset, the hosts then have equal IDs, and engines that start
-// later find records from before that reset.
+// puts back the name that it last set or found there, with the same ID. (In the second case, a store that
+// cannot replace a value conditionally gets an unused name instead.) An engine that has not checked the store
+// since before another engine's reset, because it was stopped or cut off, then puts back the name from before
+// that reset. This happens only if the store loses the later name, and no other engine puts that one back
+// first. If another host has missed that reset, the hosts then have equal IDs, and engines that start later
+// find records from before that reset.
 //
 // Any thread. The store accesses its server in callbacks, and no lock is held during them.
 #pragma once
@@ -84,6 +85,8 @@ class EpochRegistry {
   // the returned name. If a reset may have happened since this call, publish the name only if has_ended() is
   // false.
   std::string name_if_missing(const EpochChoice& choice, std::string* known) EXCLUDES(mutex_);
+  // Returns a new name, for a store whose value must be replaced without a condition. Our next reset ends it.
+  std::string unused_name() EXCLUDES(mutex_);
   // Reports an upkeep check: the store keeps `stored`, and startup_epoch() was `known` before the check.
   // With read_only, joins an epoch that another process made since we started.
   void update_startup_epoch(const std::string& known, const std::string& stored, bool read_only)

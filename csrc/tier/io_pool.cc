@@ -58,16 +58,17 @@ struct LaneTurns {
   std::array<unsigned, TenantShares::kMaxTenants> urgent_in_a_row{};  // of each tenant, while others waited
   MeanTime urgent{IoPool::kFirstUrgentSeconds}, normal{IoPool::kFirstSeconds};
 
+  // In seconds: costs in units of other ops would be too large if these become slower.
   void start(IoPool::Op& op) {
-    if (op.urgent) op.cost = urgent.seconds() / normal.seconds();
-    tenants.charge(op.tenant, op.cost / op.weight);
+    if (op.urgent) op.cost = urgent.seconds();
+    tenants.charge(op.tenant, (op.urgent ? op.cost : op.cost * normal.seconds()) / op.weight);
   }
   void end(const IoPool::Op& op, double seconds) {
     if (seconds <= 0) return;
     if (!op.urgent) return normal.add(op.cost, seconds);
     seconds = std::min(seconds, IoPool::kMostUrgentSeconds);
     urgent.add(1, seconds);
-    tenants.charge(op.tenant, (seconds / normal.seconds() - op.cost) / op.weight);
+    tenants.charge(op.tenant, (seconds - op.cost) / op.weight);
   }
 };
 

@@ -49,10 +49,10 @@ struct PresenceLookup::Prompt {
   // changes it.
   std::atomic<std::size_t> next{0};
   std::atomic<bool> is_running{false};  // a window is being looked up
-  // Of other tenants, with the same last keys. Written before other threads see it.
-  std::vector<std::weak_ptr<Prompt>> same_keys;
   Mutex mutex;
   WindowPtr window GUARDED_BY(mutex);  // the last one begun
+  // Of other tenants, with the same last keys.
+  std::vector<std::weak_ptr<Prompt>> same_keys GUARDED_BY(mutex);
 
   Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> lookup_keys,
          const LookupOptions& lookup_options, Submitted now)
@@ -69,7 +69,13 @@ struct PresenceLookup::Prompt {
     return others.size() <= keys.size() - next.load() &&
            std::equal(others.rbegin(), others.rend(), keys.rbegin());
   }
-  bool is_looked_up_for_others() const {
+  void add_same_keys(const PromptPtr& other) EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
+    std::erase_if(same_keys, [](const std::weak_ptr<Prompt>& one) { return one.expired(); });
+    same_keys.push_back(other);
+  }
+  bool is_looked_up_for_others() EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
     return std::any_of(same_keys.begin(), same_keys.end(), [](const std::weak_ptr<Prompt>& one) {
       const auto prompt = one.lock();
       return prompt && prompt->is_running.load();
@@ -90,7 +96,7 @@ void PresenceLookup::start(std::vector<ChunkKey> keys, const LookupOptions& opti
     most_prompts_ = 2 * prompts_.size() + kFewPrompts;
   }
   const auto [first, last] = prompts_.equal_range(keys.back());
-  std::vector<std::weak_ptr<Prompt>> same_keys;
+  std::vector<PromptPtr> same_keys;
   for (auto one = first; one != last; ++one) {
     const auto prompt = one->second.lock();
     if (!prompt || !prompt->covers(keys, options, now)) continue;
@@ -99,7 +105,10 @@ void PresenceLookup::start(std::vector<ChunkKey> keys, const LookupOptions& opti
     same_keys.push_back(prompt);
   }
   const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), options, now);
-  prompt->same_keys = std::move(same_keys);
+  for (const PromptPtr& other : same_keys) {  // the turn of either may come first
+    prompt->add_same_keys(other);
+    other->add_same_keys(prompt);
+  }
   prompts_.emplace(prompt->keys.back(), prompt);
   std::vector<IoPool::Op> ops;
   ops.push_back(next_window_op(prompt));

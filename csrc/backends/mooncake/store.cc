@@ -71,10 +71,11 @@ bool may_use_memory_later(std::int64_t code) {
 }
 
 // For a write, these codes are not a miss: another writer began this record and has failed or is still
-// writing.
+// writing. EBUSY: see hosts/all_hosts_tier.h.
 Status refusal_of_write(const Answer& answer) {
   if (answer.result == kNotComplete || answer.result == kNoObject) {
-    return Status::error(StatusKind::kUnavailable, "another process has not finished writing this record");
+    return Status::error(StatusKind::kUnavailable, "another process has not finished writing this record",
+                         EBUSY);
   }
   return refusal(answer.result, answer.text);
 }
@@ -323,7 +324,7 @@ Status MooncakeStore::fetch_startup_epoch(const std::string& name, std::string* 
       return Status::error(StatusKind::kUnavailable, "the tier was reset meanwhile");
     // No process uses an object that is not an epoch name. A reset may replace it at the same time, so only
     // an unused name may replace it here.
-    const Status status = invalid ? write_startup_epoch(Verb::kSet, EpochRegistry::new_name(), until)
+    const Status status = invalid ? write_startup_epoch(Verb::kSet, epochs_.unused_name(), until)
                                   : write_startup_epoch(Verb::kPut, name, until);
     if (!status) return status;
   }
@@ -344,7 +345,7 @@ void MooncakeStore::maintain() {
   // time, so only an unused name may replace it here: `known` may have records from before that reset.
   // If `known` has ended, we were reset meanwhile, and begin_epoch() replaces the epoch.
   if (known.empty() || epochs_.has_ended(known)) return;
-  (void)write_startup_epoch(Verb::kSet, EpochRegistry::new_name(), deadline());
+  (void)write_startup_epoch(Verb::kSet, epochs_.unused_name(), deadline());
 }
 
 Status MooncakeStore::begin_epoch() {

@@ -724,6 +724,29 @@ TEST_F(PrefetcherTenants, prompts_that_wait_do_not_delay_those_of_another_tenant
   EXPECT_EQ(reads_of('q'), 1u);
 }
 
+// The reads of the flood take nearly all visits, so a step visits few prompts of the other tenant.
+TEST_F(PrefetcherTenants, prompts_that_wait_do_not_delay_others_of_a_tenant_with_few_visits) {
+  make_for(0.1, 0.8);
+  parts().resident("a");
+  for (std::uint64_t i = 1; i <= kFlood; ++i) expect_for(1, i, prompt({"a"}), Nanos(0));
+  while (parts().prefetcher.size() > 0) step();  // before the flood, it had all visits
+  for (std::uint64_t i = 1; i <= 10; ++i) {
+    const std::string name = fmt::format("w{}", i);
+    parts().tier->forgotten.insert(key_of(name));
+    expect_for(1, i, prompt({name}), Nanos(0));
+  }
+  flood(Nanos(0), 16);
+  std::size_t found = 0;
+  for (int i = 0; i < 60 && found == 0; ++i) {
+    if (i == 20) expect_for(1, 21, recorded({"q"}), milliseconds(500));
+    parts().ops.poll();
+    parts().prefetcher.run(parts().clock.now(), false);  // no lookup ends
+    found = reads_of('q');
+    parts().finish();
+  }
+  EXPECT_EQ(found, 1u);
+}
+
 TEST_F(PrefetcherTenants, tenants_whose_prompts_are_not_due_take_no_visits) {
   PartsOptions options;
   options.cache.tenants = {{"other", 0}, {"quiet", 0}, {"flood", 0.5}};

@@ -268,6 +268,36 @@ TEST_F(AllHostsTierTest, a_failed_write_removes_no_part_that_was_there_before) {
   }
 }
 
+// The other engine may make the chunk whole. If it does not, lookups find that the part is missing.
+TEST_F(AllHostsTierTest, a_failed_write_removes_no_part_of_a_chunk_that_another_engine_is_writing) {
+  for (const bool is_writing : {true, false}) {
+    part_[0]->presence[key_] = Presence::kPresent;
+    part_[1]->presence[key_] = Presence::kUnknown;
+    submit(OpKind::kWrite);
+    part_[0]->end();
+    const TierOp op = part_[1]->ops.at(0);
+    part_[1]->ops.clear();
+    const Status failed = Status::error(StatusKind::kUnavailable, "no", is_writing ? EBUSY : 0);
+    part_[1]->ended.push_back({op.id, op.kind, op.key, failed, 0, 0, 0});
+    EXPECT_EQ(poll().size(), 1u);
+    EXPECT_EQ(is_being_removed(*part_[0]), !is_writing);
+    EXPECT_EQ(is_being_removed(*part_[1]), !is_writing);
+  }
+}
+
+TEST_F(AllHostsTierTest, an_evicted_part_of_a_chunk_that_another_engine_is_writing_makes_the_others_useless) {
+  part_[0]->presence[key_] = part_[1]->presence[key_] = Presence::kPresent;
+  submit(OpKind::kWrite);
+  part_[0]->end();
+  const TierOp op = part_[1]->ops.at(0);
+  part_[1]->ops.clear();
+  part_[1]->remove(key_, TierRemoval::Reason::kEvicted);
+  const Status failed = Status::error(StatusKind::kUnavailable, "no", EBUSY);
+  part_[1]->ended.push_back({op.id, op.kind, op.key, failed, 0, 0, 0});
+  EXPECT_EQ(poll().size(), 1u);
+  EXPECT_TRUE(is_being_removed(*part_[0]));
+}
+
 TEST_F(AllHostsTierTest, a_part_is_removed_once_although_its_chunk_is_useless_for_two_reasons) {
   for (const bool fails : {true, false}) {
     store_all();

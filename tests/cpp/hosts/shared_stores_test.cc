@@ -942,6 +942,20 @@ TEST_F(MooncakeSharedStores, a_store_that_stops_responding_during_the_start_is_u
   expect_usable();
 }
 
+// Two engines store a chunk at once. Each finds a part that the other one is still writing, so the chunk will
+// be whole, although both writes fail.
+TEST_F(MooncakeSharedStores, a_part_that_another_engine_is_writing_keeps_the_other_part) {
+  has_common_store_ = false;
+  start();
+  ASSERT_TRUE(write(1).is_ok());
+  std::string writing = record_on(1);
+  writing.replace(writing.rfind(':') + 1, std::string::npos, key_of(2).hex());
+  store(1).store.begin_and_leave(writing);
+  EXPECT_EQ(write(2).kind(), StatusKind::kUnavailable);
+  EXPECT_NE(tier_->contains(key_of(2)), Presence::kAbsent) << "a part is being removed";
+  EXPECT_EQ(records_on(0), 2u);
+}
+
 // After our own reset, another engine has put an epoch back that the reset had ended, and was itself reset.
 TEST_F(MooncakeSharedStores, the_epoch_of_a_reset_is_not_published_again) {
   start();

@@ -207,6 +207,16 @@ TEST(EpochRegistryTest, a_name_that_was_returned_for_the_store_is_ended_by_the_n
   }
 }
 
+TEST(EpochRegistryTest, an_unused_name_is_ended_by_the_next_reset) {
+  EpochRegistry epochs;
+  epochs.start_with(kFirst);
+  const std::string name = epochs.unused_name();
+  EXPECT_TRUE(EpochRegistry::is_name(name));
+  EXPECT_FALSE(epochs.has_ended(name));
+  epochs.forget();
+  EXPECT_TRUE(epochs.has_ended(name)) << "the store may have got it";
+}
+
 TEST(EpochRegistryTest, only_an_engine_on_several_hosts_that_replaces_its_epoch_needs_one_at_its_start) {
   const Status failed = Status::error(StatusKind::kTimeout, "no answer");
   EXPECT_TRUE(EpochRegistry::startup_problem({}, failed, false));

@@ -628,6 +628,15 @@ TEST_F(TenantTurns, ops_that_fail_at_once_do_not_make_urgent_ops_expensive) {
   EXPECT_NEAR(static_cast<double>(below(run(20), 1000)), 10, 1);
 }
 
+// The pool does not know the speed of reads before the first one has ended.
+TEST_F(TenantTurns, urgent_ops_before_the_first_slow_read_do_not_delay_their_tenant) {
+  constexpr Nanos kSlow = std::chrono::milliseconds(100);
+  queue(2, 1000, 20, 1, true, kSlow);
+  run(16);
+  queue(1, 0, 200, 4096, false, kSlow);
+  EXPECT_EQ(below(run(10), 1000), 6);
+}
+
 TEST_F(TenantTurns, a_stuck_urgent_op_does_not_delay_its_tenant_for_as_long) {
   queue(2, 1000, 1, 1, true, std::chrono::seconds(100));
   queue(2, 1001, 1, 1, true, kReadTime);

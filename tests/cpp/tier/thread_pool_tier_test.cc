@@ -1192,6 +1192,18 @@ TEST_F(TenantOps, a_new_prompt_of_two_tenants_is_looked_up_once) {
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
 }
 
+TEST_F(TenantOps, a_new_prompt_is_looked_up_once_if_the_tenant_that_asked_later_has_the_first_turn) {
+  constexpr std::uint32_t kFirst = PresenceLookup::kFirstWindow;
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  for (const TenantId tenant : {2, 1})  // the first turn is that of tenant 1
+    tier->prefetch_presence(prompt(0, 4 * kFirst), {KeyOrder::kPrefix, tenant, 0.5});
+  run_reads(pool);
+  std::size_t asked = 0;
+  for (const auto& one : server_->asked()) asked += one.size();
+  EXPECT_EQ(asked, kFirst);
+}
+
 TEST_F(TenantOps, the_rest_of_a_prompt_is_looked_up_in_the_turn_of_the_first_due) {
   constexpr std::uint32_t kFirst = PresenceLookup::kFirstWindow;
   {

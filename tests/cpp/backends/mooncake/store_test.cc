@@ -181,6 +181,25 @@ TEST_F(MooncakeTier, an_ended_epoch_that_another_server_restored_is_replaced_aga
   EXPECT_NE(store_.value(at), next) << "another reset may have ended it meanwhile";
 }
 
+// Engines that started before the reset may use it, and may put it back if the store loses that of the reset.
+TEST_F(MooncakeTier, an_epoch_that_upkeep_wrote_before_a_reset_has_ended) {
+  TierDriver user(open());
+  const std::string at = medium_.epoch_name(), old = store_.value(at);
+  const std::size_t seen = store_.faults.seen(Verb::kEpoch);
+  ASSERT_TRUE(user.tier().reset());
+  ASSERT_TRUE(user.until([&] { return store_.faults.seen(Verb::kEpoch) >= seen + 2; })) << "its upkeep";
+  store_.set_value(at, old);
+  clock_.advance(seconds(1));  // once: the next upkeep would find what this one has written
+  ASSERT_TRUE(user.until([&] {
+    user.poll();
+    return store_.value(at) != old;
+  }));
+  const std::string written = store_.value(at);
+  ASSERT_TRUE(user.tier().reset());
+  store_.set_value(at, written);
+  EXPECT_TRUE(soon(user, [&] { return store_.value(at) != written; }));
+}
+
 TEST_F(MooncakeTier, a_reset_while_upkeep_waits_for_the_old_epoch_keeps_its_own) {
   TierDriver user(open());
   const std::string at = medium_.epoch_name(), old = store_.value(at);
