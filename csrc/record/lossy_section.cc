@@ -123,8 +123,9 @@ std::size_t LossySection::find_period(std::size_t groups) const {
 
 void LossySection::refine_small_groups(const GroupQuantizer& quantizer, std::span<const std::byte> raw,
                                        Element element, const GroupBounds& bounds, std::size_t period) {
-  // Groups of a tile have the same bound, so their steps differ by their norms. A norm that is lower than the
-  // mean by more than half an octave lowers the bound by the cube of the rest.
+  // If the groups of a tile have the same bound, their steps differ by their norms. A norm that is lower than
+  // the mean by more than half an octave lowers the bound by the cube of the rest. A tile with several bounds
+  // has groups of several heads, whose steps say nothing about tokens.
   constexpr int kNear = 4, kPower = 3, kMostBelow = kCodeOfOne / kPower - 1;  // in steps of 1/8 octave
   const Tiles tiles(raw.size() / bounds.group_bytes, period);
   for (std::size_t number = 0; number < tiles.size(); ++number) {
@@ -133,16 +134,24 @@ void LossySection::refine_small_groups(const GroupQuantizer& quantizer, std::spa
       return std::to_integer<int>(codes_[tile.base + row * period]);
     };
     const auto has_norm = [](int code) { return code > 1; };  // neither stored unchanged nor zeros
+    const auto bound_of = [&](std::size_t row) {
+      return bounds.of((tile.base + row * period) * bounds.group_bytes);
+    };
     int sum = 0, coded = 0;
     for (std::size_t row = 0; row < tile.rows; ++row) {
       sum += has_norm(code_of(row)) ? code_of(row) : 0;
       coded += has_norm(code_of(row)) ? 1 : 0;
     }
+    bool is_alike = false;  // looked at if a group is small
     for (std::size_t row = 0; row < tile.rows && coded > 0; ++row) {
       const int below = std::min(sum / coded - kNear - code_of(row), kMostBelow);
       if (below <= 0 || !has_norm(code_of(row))) continue;
+      const float bound = bound_of(row);
+      for (std::size_t other = 0; !is_alike && other < tile.rows; ++other)
+        if (bound_of(other) != bound) coded = 0;
+      if (coded == 0) break;
+      is_alike = true;
       const std::size_t group = tile.base + row * period, at = group * bounds.group_bytes;
-      const float bound = bounds.of(at);
       const float lowered =
           std::max(bounds.least, bound * step_of(static_cast<std::uint8_t>(kCodeOfOne - kPower * below)));
       if (lowered < bound)

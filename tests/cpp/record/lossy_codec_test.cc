@@ -404,6 +404,28 @@ TEST_F(LossyCodecTest, a_calibration_lowers_the_bounds_of_groups_that_are_small_
   }
 }
 
+// The groups are alike where the encoder looks for the period, so it finds 1, and later tiles have groups of
+// several heads.
+TEST_F(LossyCodecTest, groups_with_other_bounds_in_their_tile_keep_their_own) {
+  constexpr double kBound = 0.3;
+  constexpr std::size_t kGroups = 4096, kAlike = kGroups / 2;
+  std::mt19937 random(5);
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  std::vector<std::uint16_t> numbers(kGroups * 64);
+  for (std::uint16_t& number : numbers) number = bf16_of(uniform(random));
+  const Bytes payload = bytes_in(numbers, Element::kBf16);
+  std::vector<float> factors(kGroups, 1);
+  for (std::size_t group = kAlike; group < kGroups; group += 2) factors[group] = 0.25F;
+  const BoundFactors halves(factors, 1);
+  const Encoded made = encoded({payload}, Element::kBf16, {kBound, kBound}, {}, &halves);
+  ASSERT_FALSE(made.bytes.empty());
+  ASSERT_EQ(made.bytes[0], std::byte{1}) << "the period";
+  const std::vector<double> losses =
+      losses_of_groups(payload, decoded(made.bytes, Element::kBf16, payload.size()), Element::kBf16);
+  for (std::size_t group = kAlike; group < kGroups; ++group)
+    EXPECT_GT(losses[group], 0.6 * kBound * double{factors[group]}) << group;
+}
+
 TEST_F(LossyCodecTest, a_payload_that_does_not_fit_the_factors_is_not_encoded) {
   const BoundFactors of_two(std::vector<float>(12, 0.5F), 2);
   const Bytes shard = kv_of(80, 3, Element::kBf16);  // 480 groups
