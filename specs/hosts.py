@@ -130,18 +130,20 @@ def _is_replicated(config: Any) -> bool:
     vllm_config = compat.current_vllm_config()
     if vllm_config is None or parallel.world_size != parallel.tp_size * parallel.pp_size:
         return False
-    # Only the last stage has the drafter's layers, so the stages could differ.
-    if parallel.pp_size > 1 and getattr(vllm_config, "speculative_config", None) is not None:
-        return False
     known = vllm_config.compilation_config.static_forward_context
     try:
+        # Only some stages may have the layers of a drafter or of Mamba, so the stages could differ.
+        if parallel.pp_size > 1 and (
+            getattr(vllm_config, "speculative_config", None) is not None or vllm_config.model_config.is_hybrid
+        ):
+            return False
         return (
             getattr(parallel, "dcp_size", 1) == 1
             and bool(vllm_config.model_config.use_mla)
             and all(
-                group.layer_names
-                and all(compat.layer_is_replicated(known[name], vllm_config) for name in group.layer_names)
+                compat.layer_is_replicated(known[name], vllm_config)
                 for group in config.groups
+                for name in group.layer_names  # a stage may have none of a group
             )
         )
     except Exception as error:  # an unusual layer: each rank stores its own bytes

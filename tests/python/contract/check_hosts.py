@@ -37,6 +37,7 @@ def engine(tp_size: int = 16, pp_size: int = 1, **more: Any) -> Any:
 def mla(vllm_config: Any) -> Any:
     """The VllmConfig of a model with two cache groups, both replicated."""
     vllm_config.model_config.use_mla = True
+    vllm_config.model_config.is_hybrid = False
     vllm_config.compilation_config.static_forward_context = {"layer.0": layer(), "layer.1": layer()}
     return vllm_config
 
@@ -87,11 +88,20 @@ def test_each_rank_stores_its_own_bytes_if_a_layer_is_not_replicated(mla: Any, o
 def test_each_rank_stores_its_own_bytes_if_the_ranks_of_a_stage_may_differ(mla: Any) -> None:
     assert hosts.ranks_per_area(TWO_HOSTS, engine(dcp_size=2), False) == 1
     assert hosts.ranks_per_area(TWO_HOSTS, engine(world_size=32, pcp_size=2), False) == 1
-    config = engine()
-    without_layers = (config.groups[0], replace(config.groups[1], layer_names=()))
-    assert hosts.ranks_per_area(TWO_HOSTS, replace(config, groups=without_layers), False) == 1
     mla.model_config.use_mla = False
-    assert hosts.ranks_per_area(TWO_HOSTS, config, False) == 1
+    assert hosts.ranks_per_area(TWO_HOSTS, engine(), False) == 1
+
+
+@pytest.mark.parametrize(("is_hybrid", "sharing"), [(False, 8), (True, 1)])
+def test_a_stage_without_layers_of_a_group_agrees_with_the_others(
+    mla: Any, is_hybrid: bool, sharing: int
+) -> None:
+    mla.model_config.is_hybrid = is_hybrid
+    config = engine(tp_size=8, pp_size=2)
+    without = (config.groups[0], replace(config.groups[1], layer_names=()))
+    for stage in (config, replace(config, groups=without)):
+        assert hosts.ranks_per_area(TWO_HOSTS, stage, False) == sharing
+    assert hosts.ranks_per_area(TWO_HOSTS, engine(), False) == 8, "one stage knows all layers"
 
 
 def test_stages_with_a_drafter_do_not_share_areas(mla: Any) -> None:
