@@ -121,7 +121,8 @@ def factors_by_group(
     Raises CalibrationError if the layout or the layers of a group are not known, or differ from the
     calibration.
     """
-    if parallel.world_size % parallel.tp_size or getattr(parallel, "dcp_size", 1) != 1:
+    by_tokens = getattr(parallel, "dcp_size", 1) != 1 or getattr(parallel, "pcp_size", 1) != 1
+    if parallel.world_size % parallel.tp_size or by_tokens:
         raise CalibrationError("a calibration needs ranks that split layers or KV heads, not tokens")
     canonical = merged.get("canonical")
     parts = int(canonical["shards_per_area"]) if canonical else 1

@@ -508,9 +508,9 @@ def test_a_layer_in_two_cache_groups_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert found(False, True).by_group[1] == []
 
 
-@pytest.mark.parametrize(("world", "context"), [(3, 1), (2, 2)])
-def test_a_calibration_is_refused_if_ranks_split_tokens(world: int, context: int) -> None:
-    parallel = SimpleNamespace(world_size=world, tp_size=2, dcp_size=context)
+@pytest.mark.parametrize(("world", "sizes"), [(3, {}), (2, {"dcp_size": 2}), (4, {"pcp_size": 2})])
+def test_a_calibration_is_refused_if_ranks_split_tokens(world: int, sizes: dict[str, int]) -> None:
+    parallel = SimpleNamespace(world_size=world, tp_size=2, **sizes)
     with pytest.raises(CalibrationError, match="ranks that split layers or KV heads, not tokens"):
         factors_by_group(calibration_of(HEADS), [], {}, [], parallel, range(world))
 
