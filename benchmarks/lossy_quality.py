@@ -85,12 +85,14 @@ class Codec:
         self._program = program
         self.bounds = bounds
         others = [place for name, place in TEXTS.items() if name != text]
-        self._factors = model.factors(others[0]) if any(each.calibrated for each in bounds) else None
+        self._calibration = model.calibration(others[0]) if any(each.calibrated for each in bounds) else None
 
     def restores(self, cache: Cache, bounds: Bounds) -> tuple[Cache, float]:
         """Returns the restored cache and the ratio of its records."""
-        factors = self._factors if bounds.calibrated else None
-        restored, figures = codec_restores(self._program, cache, bounds.keys, bounds.values, factors=factors)
+        calibration = self._calibration if bounds.calibrated else None
+        restored, figures = codec_restores(
+            self._program, cache, bounds.keys, bounds.values, calibration=calibration
+        )
         return restored, figures["ratio"]
 
 

@@ -277,14 +277,33 @@ int run(int rounds, const std::vector<std::string>& files) {
   return 0;
 }
 
+// Returns the factors of a block for one shard. weights: codes of the channels of each group, or empty.
+BoundFactors of_block(const std::vector<float>& factors, const std::vector<std::uint8_t>& weights) {
+  std::vector<BoundFactors::OfGroup> groups;
+  std::map<std::vector<std::uint8_t>, std::uint16_t> rows;
+  std::vector<std::uint8_t> table;
+  for (std::size_t i = 0; i < factors.size(); ++i) {
+    std::uint16_t row = 0;
+    if (!weights.empty()) {
+      const auto* const begin = weights.data() + i * kQuantizedGroup;
+      const std::vector<std::uint8_t> codes(begin, begin + kQuantizedGroup);
+      const auto [found, is_new] = rows.emplace(codes, static_cast<std::uint16_t>(rows.size() + 1));
+      if (is_new) table.insert(table.end(), codes.begin(), codes.end());
+      row = found->second;
+    }
+    groups.push_back({factors[i], row});
+  }
+  return BoundFactors({std::move(groups)}, std::move(table));
+}
+
 // Encodes a file in chunks and writes the decoded bytes. Prints the ratio, that of the lossless codec, and
 // the speeds: each chunk is coded three times, and the fastest counts.
 int restore(const ErrorBounds& bounds, const KvRuns& runs, Element element, const std::vector<float>& factors,
-            const char* file, const char* out) {
+            const std::vector<std::uint8_t>& weights, const char* file, const char* out) {
   LossyCodec codec;
   PayloadCodec lossless;
   std::optional<BoundFactors> lowered;
-  if (!factors.empty()) lowered.emplace(factors, 1);
+  if (!factors.empty()) lowered.emplace(of_block(factors, weights));
   const std::size_t block = std::max<std::size_t>(factors.size(), 1) * group_bytes_of(element);
   const std::size_t chunk = kChunk / block * block;
   const Way way = lossy_way(codec, bounds, runs, element, lowered ? &*lowered : nullptr, chunk);
@@ -321,14 +340,15 @@ int restore(const ErrorBounds& bounds, const KvRuns& runs, Element element, cons
   return 0;
 }
 
-// Returns the float32 numbers in a file.
-std::vector<float> factors_in(const char* path) {
-  std::vector<float> factors;
+// Returns the numbers in a file.
+template <typename Number>
+std::vector<Number> numbers_in(const char* path) {
+  std::vector<Number> numbers;
   std::FILE* const file = std::fopen(path, "rb");
   if (file == nullptr) bench::die(fmt::format("{} cannot be read", path));
-  for (float factor = 0; std::fread(&factor, sizeof(factor), 1, file) == 1;) factors.push_back(factor);
+  for (Number number{}; std::fread(&number, sizeof(number), 1, file) == 1;) numbers.push_back(number);
   std::fclose(file);
-  return factors;
+  return numbers;
 }
 
 // Returns nullopt unless the whole word is a number.
@@ -347,10 +367,10 @@ int main(int count, char** words) {
   if (count < 3) {
     fmt::print(stderr,
                "payload_codec ROUNDS FILE... | payload_codec restore KEYS VALUES RUN FILE OUT [ELEMENT "
-               "[FACTORS]]\n");
+               "[FACTORS [WEIGHTS]]]\n");
     return 2;
   }
-  if (count >= 7 && count <= 9 && std::string_view(words[1]) == "restore") {
+  if (count >= 7 && count <= 10 && std::string_view(words[1]) == "restore") {
     const auto keys = number_of<double>(words[2]), values = number_of<double>(words[3]);
     const auto run = number_of<std::uint32_t>(words[4]);
     const auto is_bound = [](const std::optional<double>& error) {
@@ -366,8 +386,11 @@ int main(int count, char** words) {
                             : name == "bf16" ? Element::kBf16
                                              : Element::kBytes;
     if (element == Element::kBytes) bench::die(fmt::format("{}: expected bf16, e4m3 or e5m2", name));
-    const std::vector<float> factors = count == 9 ? factors_in(words[8]) : std::vector<float>();
-    return restore({*keys, *values}, {*run, *run}, element, factors, words[5], words[6]);
+    const auto factors = count >= 9 ? numbers_in<float>(words[8]) : std::vector<float>();
+    const auto weights = count == 10 ? numbers_in<std::uint8_t>(words[9]) : std::vector<std::uint8_t>();
+    if (!weights.empty() && weights.size() != factors.size() * kQuantizedGroup)
+      bench::die(fmt::format("{}: expected {} weights for each factor", words[9], kQuantizedGroup));
+    return restore({*keys, *values}, {*run, *run}, element, factors, weights, words[5], words[6]);
   }
   return run(std::atoi(words[1]), {words + 2, words + count});
 }

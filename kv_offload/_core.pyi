@@ -212,12 +212,16 @@ class TierSpec:
     elements: Sequence[str]
     exact_groups: Sequence[bool]  # by group position: always stored without loss; default: False
 
-    def set_bound_factors(self, factors: Sequence[Sequence[float]], shards: int) -> None:
+    def set_bound_factors(
+        self, factors: Sequence[tuple[Sequence[Sequence[tuple[float, int]]], bytes] | None]
+    ) -> None:
         """Lowers the bounds of ``lossy:...``, but not below 0.02.
 
-        ``factors``: by group position, and in it by shard and by 64 neighbouring elements of a block; empty:
-        none. Records that do not have this number of shards, or shards of whole blocks, are stored without
-        loss. Raises ValueError unless each factor is above 0 and at most 1.
+        ``factors``: by group position; None: none. Its shards have for each 64 neighbouring elements of a block
+        a factor, and a row of weights, from 1; 0: none. A row is 64 bytes: the steps of the channels relative to
+        each other, 8 + i for 2^i, at most 16. Records that do not have these shards, of whole blocks, are stored
+        without loss, and so is fp8 with weights. Raises ValueError unless each factor is above 0 and at most 1,
+        and for impossible rows.
         """
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
     watch_removals: bool  # looks for removals by other servers all the time (fs). Default: False

@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kv_offload.calibration import BLOCK
+from kv_offload.calibration import BLOCK, ChannelStatistics
 
-# As the encoder (refine_small_groups in csrc/record/lossy_section.cc): of each TILE tokens, those that are
-# smaller than the mean by more than NEAR octaves have an error that is lowered by the cube of the rest.
+# As the encoder (refine_bounds in csrc/record/lossy_section.cc): of each TILE tokens, those that are smaller than
+# the mean by more than NEAR octaves have an error that is lowered by the cube of the rest, and larger ones by the
+# power 3/4.
 _TILE = 16
 _NEAR = 0.5
+# Of the magnitudes of a channel: a few larger ones do not matter.
+_PEAK_QUANTILE = 0.999
 
-Heads = list[list[float]]  # by head and 64 channels
+Heads = list[ChannelStatistics]  # by head
 
 
 def load_model(name: str, revision: str | None, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -40,17 +43,16 @@ def load_model(name: str, revision: str | None, dtype: str, trust_remote_code: b
     return model.eval(), tokenizer
 
 
-def sensitivities(
+def channel_statistics(
     model: Any,
     segments: Sequence[Sequence[int]],
     prefix: int,
     *,
     draws: int = 3,
     progress: Callable[[int], None] = lambda done: None,
-) -> tuple[list[tuple[Heads, Heads]], list[tuple[int, int]]]:
-    """Returns the sensitivity of keys and of values by layer, head and 64 channels: the mean KL divergence
-    per evaluated token at a relative error of 1 of these channels alone, lowered for small tokens as by the
-    encoder. Also returns the channels of a key and of a value, by layer.
+) -> list[tuple[Heads, Heads]]:
+    """Returns the statistics of keys and of values by layer and head. Errors are lowered by the sizes of tokens, as
+    by the encoder.
 
     ``model``: a causal language model of transformers. ``segments``: lists of token ids. The cache of their
     first ``prefix`` tokens is disturbed, and the others are evaluated. ``draws``: of tokens from each
@@ -62,7 +64,7 @@ def sensitivities(
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
-    totals: list[tuple[Any, Any]] = []
+    totals: list[Any] = []  # of keys and of values in turn: [sensitivity, peak][head][channel]
     for done, tokens in enumerate(segments, 1):
         ids = torch.tensor([list(tokens)])
         try:
@@ -74,15 +76,13 @@ def sensitivities(
             raise ValueError(
                 f"it does not run with a plain cache of keys and values ({_reason(error)})"
             ) from error
-        totals = [
-            (keys + more_keys, values + more_values)
-            for (keys, values), (more_keys, more_values) in zip(
-                totals or [(0, 0)] * len(found), found, strict=True
-            )
-        ]
+        totals = [total + more for total, more in zip(totals or [0] * len(found), found, strict=True)]
         progress(done)
-    means = [((keys / len(segments)).tolist(), (values / len(segments)).tolist()) for keys, values in totals]
-    return means, [(keys.shape[3], values.shape[3]) for keys, values in layers]
+    means = [
+        [ChannelStatistics(*head) for head in (total / len(segments)).transpose(0, 1).tolist()]
+        for total in totals
+    ]
+    return list(zip(means[::2], means[1::2], strict=True))
 
 
 def _cache_of(model: Any, ids: Any) -> list[tuple[Any, Any]]:
@@ -104,7 +104,7 @@ def _cache_of(model: Any, ids: Any) -> list[tuple[Any, Any]]:
 
 def _of_segment(
     model: Any, layers: list[tuple[Any, Any]], rest: Any, draws: int, generator: Any
-) -> list[tuple[Any, Any]]:
+) -> list[Any]:
     import torch
     from transformers import DynamicCache
 
@@ -124,25 +124,27 @@ def _of_segment(
         ):
             square += gradient.float() ** 2
     tokens = draws * rest.shape[1]
-    found = [
-        _by_block(leaf.detach().float(), square / tokens)
+    return [
+        _statistics(leaf.detach().float()[0], square[0] / tokens)
         for leaf, square in zip(leaves, squares, strict=True)
     ]
-    return list(zip(found[::2], found[1::2], strict=True))
 
 
-def _by_block(numbers: Any, information: Any) -> Any:
-    """Returns [head, block]: half the information times the variance of an error of 1, which is lower for
-    small tokens."""
+def _statistics(numbers: Any, information: Any) -> Any:
+    """Returns [sensitivity, peak][head][channel] for numbers and information by head, token and channel. The
+    sensitivity is half the information times the variance of a relative error of 1, lowered as by the encoder."""
     import torch
 
-    heads = []
-    for begin in range(0, numbers.shape[3], BLOCK):
-        part = numbers[0, :, :, begin : begin + BLOCK]
-        variance = (part**2).sum(-1) / part.shape[-1]
-        variance = variance * _lowered(variance) ** 2
-        heads.append(0.5 * (variance * information[0, :, :, begin : begin + BLOCK].sum(-1)).sum(1))
-    return torch.stack(heads, 1)
+    blocks = []
+    for begin in range(0, numbers.shape[2], BLOCK):
+        part = numbers[:, :, begin : begin + BLOCK]
+        variance = (part**2).mean(-1)
+        lowered = variance * _lowered(variance) ** 2
+        sensitivity = 0.5 * (lowered[..., None] * information[:, :, begin : begin + BLOCK]).sum(1)
+        norm = (variance * part.shape[-1]).sqrt().clamp_min(torch.finfo(part.dtype).tiny)
+        peak = torch.quantile(part.abs() / norm[..., None], _PEAK_QUANTILE, dim=1)
+        blocks.append(torch.stack([sensitivity, peak]))
+    return torch.cat(blocks, -1)
 
 
 def _lowered(variance: Any) -> Any:
@@ -153,7 +155,8 @@ def _lowered(variance: Any) -> Any:
         part - part.mean(1, keepdim=True)
         for part in (variance.clamp_min(torch.finfo(variance.dtype).tiny).log2() / 2).split(_TILE, 1)
     ]
-    return torch.exp2(3 * (torch.cat(octaves, 1) + _NEAR).clamp_max(0))
+    larger = torch.cat(octaves, 1)
+    return torch.exp2(3 * (larger + _NEAR).clamp_max(0) - 0.75 * larger.clamp_min(0))
 
 
 def _reason(error: Exception) -> str:

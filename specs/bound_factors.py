@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kv_offload.calibration import Calibration, CalibrationError, PageLayout
+from kv_offload.calibration import Calibration, CalibrationError, GroupFactors, PageLayout
 from kv_offload.config import OffloadConfig
 from kv_offload.namespace import NamespaceIdentity
 
@@ -23,11 +23,8 @@ _MOST_REASON = 200  # characters; the reasons of all groups are in the control p
 _DIGEST_CHARACTERS = 64
 
 
-class HostFactors(NamedTuple):
-    """The arguments of TierSpec.set_bound_factors for the tiers of one host."""
-
-    by_group: tuple[list[float], ...]  # [] for groups that are stored without loss
-    shards: int  # of a record on this host
+# By group position, for the shards of one host; None for groups that are stored without loss.
+HostFactors = tuple[GroupFactors | None, ...]
 
 
 def calibration_for(options: OffloadConfig, identity: NamespaceIdentity) -> Calibration | None:
@@ -127,10 +124,10 @@ def factors_by_group(
     canonical = merged.get("canonical")
     parts = int(canonical["shards_per_area"]) if canonical else 1
     seen: set[int] = set()
-    found: list[list[float]] = []
+    found: list[GroupFactors | None] = []
     for at, (shards, is_exact) in enumerate(zip(shard_bytes, exact, strict=True)):
         if is_exact:
-            found.append([])
+            found.append(None)
             continue
         try:
             layers = _layers_by_rank(merged["layers"][at], len(calibration.layers), parallel, ranks, seen)
@@ -148,7 +145,7 @@ def factors_by_group(
             )
         except CalibrationError as reason:
             raise CalibrationError(f"cache group {at}: {reason}") from None
-    return HostFactors(tuple(found), parts * len(ranks))
+    return tuple(found)
 
 
 def _number_of(name: str) -> int:
@@ -199,12 +196,6 @@ def _layers_by_rank(
             if number in seen:
                 raise CalibrationError(f"layer {number} is in the cache more than once")
             seen.add(number)
-    counts = {rank // parallel.tp_size: len(by_rank[rank]) for rank in ranks}
-    if len(set(counts.values())) != 1:
-        raise CalibrationError(
-            f"a calibration needs the same number of layers in all pipeline stages of a host, not "
-            f"{list(counts.values())}; set VLLM_PP_LAYER_PARTITION or another pipeline size"
-        )
     return {rank: by_rank[rank] for rank in ranks}
 
 
@@ -217,13 +208,13 @@ def _group_factors(
     element_bytes: int,
     shard_bytes: Sequence[int],
     parts: int,
-) -> list[float]:
-    """``layers_by_rank``: of the ranks of this host, each with the same number of layers. ``parts``: the
-    shards of which a rank's page consists; 1 without the canonical layout."""
+) -> GroupFactors:
+    """``layers_by_rank``: of the ranks of this host. ``parts``: the shards of which a rank's page consists; 1
+    without the canonical layout."""
     if isinstance(order, str) or not all(runs):
         raise CalibrationError(f"a calibration is not possible with this cache layout ({order})")
     heads, by_head, page_bytes = order[0] // parts, order[1], order[2] // parts
-    if len(shard_bytes) != len(layers_by_rank) * parts or len(set(shard_bytes)) != 1:
+    if len(shard_bytes) != len(layers_by_rank) * parts:
         raise CalibrationError(f"{len(layers_by_rank)} ranks with shards of {list(shard_bytes)} bytes")
     shards = tp_size * parts  # of a pipeline stage
     used = {number for layers in layers_by_rank.values() for number in layers}
@@ -235,13 +226,14 @@ def _group_factors(
             f"the calibration has {total or 'different numbers of'} KV heads, the cache {heads * shards}"
         )
     page = PageLayout(runs[0], runs[1], by_head, element_bytes, page_bytes)
-    factors: list[float] = []
+    of_shards: list[tuple[list[int], int]] = []  # layers, first head
     for rank, layers in layers_by_rank.items():
         for part in range(parts):
             shard = rank % tp_size * parts + part
-            first = shard * heads if is_split else shard * total // shards
-            factors += calibration.block_factors(layers, page, first, heads)
-    block_bytes = len(next(iter(layers_by_rank.values()))) * page_bytes
-    if any(bytes_ % block_bytes for bytes_ in shard_bytes):
-        raise CalibrationError(f"its shards of {shard_bytes} bytes are not whole blocks of {block_bytes}")
-    return factors
+            of_shards.append((layers, shard * heads if is_split else shard * total // shards))
+    for (layers, _), bytes_ in zip(of_shards, shard_bytes, strict=True):
+        if bytes_ % (len(layers) * page_bytes or 1) or bool(layers) != bool(bytes_):
+            raise CalibrationError(
+                f"a shard of {bytes_} bytes is not whole blocks of {len(layers)} layers with {page_bytes} bytes"
+            )
+    return calibration.group_factors(of_shards, page, heads)

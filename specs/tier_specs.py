@@ -103,7 +103,7 @@ class TierPlan:
             tier.exact_groups = self.exact_groups
             tier.kv_runs = self.kv_runs
             if factors is not None:
-                tier.set_bound_factors(factors.by_group, factors.shards)
+                tier.set_bound_factors(factors)
             tier.accepted_errors = options.error_bounds() or (0.0, 0.0)
             tier.tenant_key_files = [] if tenants is None else [list(paths) for paths in tenants.key_files]
             tier.memory_outlives = options.keep_host_memory

@@ -26,6 +26,23 @@ std::string write_policy_text(const TierSlotOptions& slot) {
   return "unknown";
 }
 
+// By shard and by group of a block: factor and row of the weights; the weights.
+using GroupFactors = std::pair<std::vector<std::vector<std::pair<float, std::uint32_t>>>, std::string>;
+
+// Throws InvalidArgument like BoundFactors.
+std::shared_ptr<const BoundFactors> bound_factors_of(const GroupFactors& factors) {
+  std::vector<std::vector<BoundFactors::OfGroup>> shards;
+  for (const auto& block : factors.first) {
+    std::vector<BoundFactors::OfGroup>& groups = shards.emplace_back();
+    for (const auto& [factor, row] : block) {
+      if (row > kMostWeightRows) throw_invalid("row {} of the weights: at most {}", row, kMostWeightRows);
+      groups.push_back({factor, static_cast<std::uint16_t>(row)});
+    }
+  }
+  return std::make_shared<const BoundFactors>(
+      std::move(shards), std::vector<std::uint8_t>(factors.second.begin(), factors.second.end()));
+}
+
 constexpr std::string_view kLossy = "lossy:";
 
 std::optional<double> error_of(std::string_view digits) {
@@ -168,14 +185,13 @@ void bind_tier(py::module_& module) {
           })
       .def(
           "set_bound_factors",
-          [](TierSpec& self, const std::vector<std::vector<float>>& by_group, std::size_t shards) {
+          [](TierSpec& self, const std::vector<std::optional<GroupFactors>>& by_group) {
             std::vector<std::shared_ptr<const BoundFactors>> made;
-            for (const std::vector<float>& factors : by_group)
-              made.push_back(factors.empty() ? nullptr
-                                             : std::make_shared<const BoundFactors>(factors, shards));
+            for (const std::optional<GroupFactors>& factors : by_group)
+              made.push_back(factors ? bound_factors_of(*factors) : nullptr);
             self.factors = std::move(made);
           },
-          py::arg("factors"), py::arg("shards"))
+          py::arg("factors"))
       .def_readwrite("exact_groups", &TierSpec::exact_groups)
       .def_property(
           "elements",

@@ -8,22 +8,37 @@
 
 namespace kv_offload {
 
-BoundFactors::BoundFactors(std::vector<float> factors, std::size_t shards)
-    : factors_(std::move(factors)), shards_(shards), in_block_(shards == 0 ? 0 : factors_.size() / shards) {
-  if (in_block_ == 0 || in_block_ * shards_ != factors_.size())
-    throw_invalid("{} bound factors for {} shards", factors_.size(), shards_);
-  const auto wrong = std::find_if(factors_.begin(), factors_.end(),
-                                  [](float factor) { return !(factor > 0 && factor <= 1); });
-  if (wrong != factors_.end())
-    throw_invalid("bound factor {}: expected a number above 0 and at most 1", *wrong);
+BoundFactors::BoundFactors(std::vector<std::vector<OfGroup>> shards, std::vector<std::uint8_t> weights)
+    : shards_(std::move(shards)), weights_(std::move(weights)) {
+  const std::size_t rows = weights_.size() / kQuantizedGroup;
+  if (weights_.size() % kQuantizedGroup != 0 || rows > kMostWeightRows)
+    throw_invalid("{} weights: expected at most {} rows of {}", weights_.size(), kMostWeightRows,
+                  kQuantizedGroup);
+  const auto wrong = std::find_if(weights_.begin(), weights_.end(),
+                                  [](std::uint8_t code) { return code > ChannelWeights::kMostCode; });
+  if (wrong != weights_.end())
+    throw_invalid("weight {}: expected at most {}", *wrong, ChannelWeights::kMostCode);
+  if (shards_.empty()) throw_invalid("bound factors without shards");
+  for (const std::vector<OfGroup>& block : shards_) {
+    for (const OfGroup& group : block) {
+      if (!(group.factor > 0 && group.factor <= 1))
+        throw_invalid("bound factor {}: expected a number above 0 and at most 1", group.factor);
+      if (group.row > rows) throw_invalid("row {} of the weights: there are {}", group.row, rows);
+    }
+  }
+  for (std::size_t row = 0; row < rows; ++row) rows_.emplace_back(weights_.data() + row * kQuantizedGroup);
 }
 
-std::size_t BoundFactors::groups_of_each(std::span<const Shard> shards, std::size_t group_bytes) const {
-  const std::size_t bytes = shards.empty() ? 0 : shards[0].size();
-  const bool fit = shards.size() == shards_ && bytes % (in_block_ * group_bytes) == 0 &&
-                   std::all_of(shards.begin(), shards.end(),
-                               [bytes](const Shard& shard) { return shard.size() == bytes; });
-  return fit ? bytes / group_bytes : 0;
+std::vector<std::uint64_t> BoundFactors::begins_of(std::span<const Shard> shards, Element element) const {
+  if (shards.size() != shards_.size() || (is_fp8(element) && !weights_.empty())) return {};
+  const std::size_t group_bytes = group_bytes_of(element);
+  std::vector<std::uint64_t> begins{0};
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const std::size_t block_bytes = shards_[i].size() * group_bytes;
+    if (block_bytes == 0 ? shards[i].size() != 0 : shards[i].size() % block_bytes != 0) return {};
+    begins.push_back(begins.back() + shards[i].size() / group_bytes);
+  }
+  return begins;
 }
 
 }  // namespace kv_offload

@@ -223,14 +223,24 @@ KV_OFFLOAD_INLINE float sum_of(std::array<float, kQuantizedGroup>& parts) {
 }
 
 // The numbers of a group in the registers of an instruction set; here plain C++.
-template <Element kElement>
+template <Element kElement, bool kWeighted>
 struct PlainGroup {
   Values values;
-  float largest = 0;
+  float largest = 0;  // divided by its weight
+  const ChannelWeights* weights;
 
-  KV_OFFLOAD_INLINE explicit PlainGroup(const std::byte* numbers) {
+  KV_OFFLOAD_INLINE explicit PlainGroup(const std::byte* numbers, const ChannelWeights* of_channels = nullptr)
+      : weights(of_channels) {
     std::array<Bits<kElement>, kQuantizedGroup> bits;
     std::memcpy(bits.data(), numbers, sizeof(bits));
+    for (std::size_t i = 0; i < kQuantizedGroup; ++i) values[i] = value_of<kElement>(bits[i]);
+    if constexpr (kWeighted) {
+      for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
+        const float each = std::fabs(divided(i));
+        largest = each > largest ? each : largest;
+      }
+      return;
+    }
     // The order of magnitudes is that of their bits.
     Bits<kElement> most = 0;
     for (const Bits<kElement> each : bits) {
@@ -238,7 +248,12 @@ struct PlainGroup {
       most = magnitude > most ? magnitude : most;
     }
     largest = value_of<kElement>(most);
-    for (std::size_t i = 0; i < kQuantizedGroup; ++i) values[i] = value_of<kElement>(bits[i]);
+  }
+  KV_OFFLOAD_INLINE float divided(std::size_t i) const {
+    return kWeighted ? values[i] * weights->inverses[i] : values[i];
+  }
+  KV_OFFLOAD_INLINE float step_of_channel(float step, std::size_t i) const {
+    return kWeighted ? step * weights->weights[i] : step;
   }
   KV_OFFLOAD_INLINE float norm() const {
     Values squares;
@@ -249,8 +264,9 @@ struct PlainGroup {
   KV_OFFLOAD_INLINE float error_of(float step, float inverse) const {
     Values errors;
     for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
-      const float integer = integer_of(values[i], inverse);
-      const float difference = value_of<kElement>(number_of<kElement>(integer * step)) - values[i];
+      const float integer = integer_of(divided(i), inverse);
+      const float difference =
+          value_of<kElement>(number_of<kElement>(integer * step_of_channel(step, i))) - values[i];
       errors[i] = difference * difference;
     }
     return integer_of(largest, inverse) <= kLargestInteger ? sum_of(errors) : kImpossibleStep;
@@ -270,8 +286,8 @@ struct PlainGroup {
   // No integer is below -127, even where a thread rounds downwards.
   KV_OFFLOAD_INLINE void store(float inverse, std::int8_t* q) const {
     for (std::size_t i = 0; i < kQuantizedGroup; ++i)
-      q[i] =
-          static_cast<std::int8_t>(std::max(-127, static_cast<std::int32_t>(integer_of(values[i], inverse))));
+      q[i] = static_cast<std::int8_t>(
+          std::max(-127, static_cast<std::int32_t>(integer_of(divided(i), inverse))));
   }
   // Looks up the numbers of a group of fp8 and adds the signs of the integers.
   KV_OFFLOAD_INLINE static void restore(const RestoredFp8& table, const std::int8_t* q, std::byte* numbers) {
@@ -306,11 +322,12 @@ KV_OFFLOAD_AVX2 inline float sum_of_lanes(__m256 parts) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-template <Element kElement>
+template <Element kElement, bool kWeighted>
 struct Avx2Group {
   static constexpr std::size_t kVectors = 8;
   __m256 values[kVectors];
-  __m256 largest;
+  __m256 largest;  // divided by their weights
+  const ChannelWeights* weights;
 
   KV_OFFLOAD_AVX2 static __m256 absolute(__m256 value) {
     return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), value);
@@ -344,13 +361,20 @@ struct Avx2Group {
                       _mm256_add_ps(_mm256_add_ps(parts[1], parts[5]), _mm256_add_ps(parts[3], parts[7]))));
   }
 
-  KV_OFFLOAD_AVX2 explicit Avx2Group(const std::byte* numbers) {
+  KV_OFFLOAD_AVX2 explicit Avx2Group(const std::byte* numbers, const ChannelWeights* of_channels = nullptr)
+      : weights(of_channels) {
     largest = _mm256_setzero_ps();
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
       values[i] = loaded(numbers + element_bytes(kElement) * 8 * i);
-      largest = _mm256_max_ps(largest, absolute(values[i]));
+      largest = _mm256_max_ps(largest, absolute(divided(i)));
     }
+  }
+  KV_OFFLOAD_AVX2 __m256 divided(std::size_t i) const {
+    return kWeighted ? _mm256_mul_ps(values[i], _mm256_load_ps(weights->inverses.data() + 8 * i)) : values[i];
+  }
+  KV_OFFLOAD_AVX2 __m256 steps_of_channels(__m256 steps, std::size_t i) const {
+    return kWeighted ? _mm256_mul_ps(steps, _mm256_load_ps(weights->weights.data() + 8 * i)) : steps;
   }
   KV_OFFLOAD_AVX2 static __m256 loaded(const std::byte* numbers) {
     if constexpr (is_16_bit(kElement)) {
@@ -379,7 +403,8 @@ struct Avx2Group {
     __m256 errors[kVectors];
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
-      const __m256 restored = rounded(_mm256_mul_ps(integers(values[i], inverses), steps));
+      const __m256 restored =
+          rounded(_mm256_mul_ps(integers(divided(i), inverses), steps_of_channels(steps, i)));
       const __m256 difference = _mm256_sub_ps(restored, values[i]);
       errors[i] = _mm256_mul_ps(difference, difference);
     }
@@ -412,7 +437,7 @@ struct Avx2Group {
       __m256i parts[4];
       KV_OFFLOAD_UNROLL
       for (std::size_t part = 0; part < 4; ++part)
-        parts[part] = _mm256_cvtps_epi32(integers(values[i + part], inverses));
+        parts[part] = _mm256_cvtps_epi32(integers(divided(i + part), inverses));
       const __m256i bytes =
           _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]), _mm256_packs_epi32(parts[2], parts[3]));
       const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -453,11 +478,12 @@ struct Avx2Group {
   }
 };
 
-template <Element kElement>
+template <Element kElement, bool kWeighted>
 struct Avx512Group {
   static constexpr std::size_t kVectors = 4;
   __m512 values[kVectors];
-  __m512 largest;
+  __m512 largest;  // divided by their weights
+  const ChannelWeights* weights;
 
   KV_OFFLOAD_AVX512 static __m512 integers(__m512 value, __m512 inverse) {
     const __m512 rounding = _mm512_set1_ps(kRounding);
@@ -486,13 +512,22 @@ struct Avx512Group {
     return sum_of_lanes(_mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1)));
   }
 
-  KV_OFFLOAD_AVX512 explicit Avx512Group(const std::byte* numbers) {
+  KV_OFFLOAD_AVX512 explicit Avx512Group(const std::byte* numbers,
+                                         const ChannelWeights* of_channels = nullptr)
+      : weights(of_channels) {
     largest = _mm512_setzero_ps();
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
       values[i] = loaded(numbers + element_bytes(kElement) * 16 * i);
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(values[i]));
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(divided(i)));
     }
+  }
+  KV_OFFLOAD_AVX512 __m512 divided(std::size_t i) const {
+    return kWeighted ? _mm512_mul_ps(values[i], _mm512_load_ps(weights->inverses.data() + 16 * i))
+                     : values[i];
+  }
+  KV_OFFLOAD_AVX512 __m512 steps_of_channels(__m512 steps, std::size_t i) const {
+    return kWeighted ? _mm512_mul_ps(steps, _mm512_load_ps(weights->weights.data() + 16 * i)) : steps;
   }
   KV_OFFLOAD_AVX512 static __m512 loaded(const std::byte* numbers) {
     if constexpr (is_16_bit(kElement)) {
@@ -520,7 +555,8 @@ struct Avx512Group {
     __m512 errors[kVectors];
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
-      const __m512 restored = rounded(_mm512_mul_ps(integers(values[i], inverses), steps));
+      const __m512 restored =
+          rounded(_mm512_mul_ps(integers(divided(i), inverses), steps_of_channels(steps, i)));
       const __m512 difference = _mm512_sub_ps(restored, values[i]);
       errors[i] = _mm512_mul_ps(difference, difference);
     }
@@ -551,7 +587,7 @@ struct Avx512Group {
   KV_OFFLOAD_AVX512 void store(float inverse, std::int8_t* q) const {
     KV_OFFLOAD_UNROLL
     for (std::size_t i = 0; i < kVectors; ++i) {
-      const __m512i integer = _mm512_cvtps_epi32(integers(values[i], _mm512_set1_ps(inverse)));
+      const __m512i integer = _mm512_cvtps_epi32(integers(divided(i), _mm512_set1_ps(inverse)));
       const __m128i bytes = _mm_max_epi8(_mm512_cvtepi32_epi8(integer), _mm_set1_epi8(-127));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), bytes);
     }
@@ -588,13 +624,23 @@ bool all_zeros(const std::byte* numbers) {
                      [](Bits<kElement> each) { return (each & kMagnitude<kElement>) == 0; });
 }
 
-template <template <Element> typename Group, Element kElement>
-KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float max_error, std::int8_t* q) {
-  const Group<kElement> group(numbers);
+template <template <Element, bool> typename Group, Element kElement>
+KV_OFFLOAD_INLINE std::uint8_t size_of_group(const std::byte* numbers) {
+  const float size = std::sqrt(Group<kElement, false>(numbers).norm() * (1.0F / kQuantizedGroup));
+  if (!(size >= kSteps[1] && size < kSteps[255])) return 0;  // NaN, too
+  return static_cast<std::uint8_t>(code_near(size));
+}
+
+template <template <Element, bool> typename Group, Element kElement, bool kWeighted>
+KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float max_error,
+                                              const ChannelWeights* weights, std::int8_t* q) {
+  const Group<kElement, kWeighted> group(numbers, weights);
   const float norm = group.norm();
   const float bound = norm * max_error * max_error * kSearchMargin;
   // Rounding to multiples of a step has a mean square error of step^2 / 12.
-  const float nominal = std::sqrt(norm * (12.0F / kQuantizedGroup)) * max_error;
+  float mean_square_of_step = norm * (12.0F / kQuantizedGroup);
+  if constexpr (kWeighted) mean_square_of_step /= weights->mean_square;
+  const float nominal = std::sqrt(mean_square_of_step) * max_error;
   if (!(nominal >= kSteps[1] / 16 && nominal < kSteps[255] && norm > 0)) {  // NaN and infinity, too
     std::memset(q, 0, kQuantizedGroup);
     // Squares of tiny numbers are zero, too: only zeros are coded as zeros.
@@ -625,54 +671,75 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float ma
   return static_cast<std::uint8_t>(code);
 }
 
-template <template <Element> typename Group, Element kElement>
+template <template <Element, bool> typename Group, Element kElement, bool kWeighted>
 KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,
-                                    std::byte* numbers, std::size_t stride) {
+                                    const ChannelWeights* weights, std::byte* numbers, std::size_t stride) {
   for (std::size_t row = 0; row < rows; ++row) {
     if constexpr (is_fp8(kElement)) {
-      Group<kElement>::restore(kRestoredFp8<kElement>[codes[row] / kPartCodes][codes[row] % kPartCodes],
-                               q + kQuantizedGroup * row, numbers + row * stride);
+      Group<kElement, false>::restore(
+          kRestoredFp8<kElement>[codes[row] / kPartCodes][codes[row] % kPartCodes], q + kQuantizedGroup * row,
+          numbers + row * stride);
       continue;
     }
     const float step = kSteps[codes[row]];
     std::array<Bits<kElement>, kQuantizedGroup> bits;
-    for (std::size_t i = 0; i < kQuantizedGroup; ++i)
+    for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
+      const float of_channel = kWeighted ? step * weights->weights[i] : step;
       bits[i] = static_cast<Bits<kElement>>(
-          number_of<kElement>(static_cast<float>(q[kQuantizedGroup * row + i]) * step));
+          number_of<kElement>(static_cast<float>(q[kQuantizedGroup * row + i]) * of_channel));
+    }
     std::memcpy(numbers + row * stride, bits.data(), sizeof(bits));
   }
 }
 
+// Calls a function template of a group and an element; the arguments follow.
+#define KV_OFFLOAD_BY_ELEMENT(call, Group, element, ...)                            \
+  if ((element) == Element::kE4m3) return call<Group, Element::kE4m3>(__VA_ARGS__); \
+  if ((element) == Element::kE5m2) return call<Group, Element::kE5m2>(__VA_ARGS__); \
+  if ((element) == Element::kFp16) return call<Group, Element::kFp16>(__VA_ARGS__); \
+  return call<Group, Element::kBf16>(__VA_ARGS__)
+
+template <template <Element, bool> typename Group, Element kElement>
+KV_OFFLOAD_INLINE std::uint8_t quantize_any(const std::byte* numbers, float max_error,
+                                            const ChannelWeights* weights, std::int8_t* q) {
+  if constexpr (is_16_bit(kElement)) {
+    if (weights != nullptr) return quantize_group<Group, kElement, true>(numbers, max_error, weights, q);
+  }
+  return quantize_group<Group, kElement, false>(numbers, max_error, nullptr, q);
+}
+
+template <template <Element, bool> typename Group, Element kElement>
+KV_OFFLOAD_INLINE void restore_any(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,
+                                   const ChannelWeights* weights, std::byte* numbers, std::size_t stride) {
+  if constexpr (is_16_bit(kElement)) {
+    if (weights != nullptr)
+      return restore_rows<Group, kElement, true>(q, codes, rows, weights, numbers, stride);
+  }
+  restore_rows<Group, kElement, false>(q, codes, rows, nullptr, numbers, stride);
+}
+
+template <template <Element, bool> typename Group, Element kElement>
+KV_OFFLOAD_INLINE GroupError compare_any(const std::byte* numbers, const std::byte* restored) {
+  return Group<kElement, false>(numbers).error_of(Group<kElement, false>(restored));
+}
+
 // A variant: restoring is the same C++, compiled for these instructions.
-#define KV_OFFLOAD_VARIANT(name, Group, attributes)                                                     \
-  attributes std::uint8_t quantize_##name(const std::byte* numbers, Element element, float max_error,   \
-                                          std::int8_t* q) {                                             \
-    if (element == Element::kE4m3) return quantize_group<Group, Element::kE4m3>(numbers, max_error, q); \
-    if (element == Element::kE5m2) return quantize_group<Group, Element::kE5m2>(numbers, max_error, q); \
-    return element == Element::kBf16 ? quantize_group<Group, Element::kBf16>(numbers, max_error, q)     \
-                                     : quantize_group<Group, Element::kFp16>(numbers, max_error, q);    \
-  }                                                                                                     \
-  attributes void restore_##name(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,     \
-                                 Element element, std::byte* numbers, std::size_t stride) {             \
-    if (element == Element::kBf16) {                                                                    \
-      restore_rows<Group, Element::kBf16>(q, codes, rows, numbers, stride);                             \
-    } else if (element == Element::kE4m3) {                                                             \
-      restore_rows<Group, Element::kE4m3>(q, codes, rows, numbers, stride);                             \
-    } else if (element == Element::kE5m2) {                                                             \
-      restore_rows<Group, Element::kE5m2>(q, codes, rows, numbers, stride);                             \
-    } else {                                                                                            \
-      restore_rows<Group, Element::kFp16>(q, codes, rows, numbers, stride);                             \
-    }                                                                                                   \
-  }                                                                                                     \
-  attributes GroupError compare_##name(const std::byte* numbers, const std::byte* restored,             \
-                                       Element element) {                                               \
-    if (element == Element::kE4m3)                                                                      \
-      return Group<Element::kE4m3>(numbers).error_of(Group<Element::kE4m3>(restored));                  \
-    if (element == Element::kE5m2)                                                                      \
-      return Group<Element::kE5m2>(numbers).error_of(Group<Element::kE5m2>(restored));                  \
-    return element == Element::kBf16                                                                    \
-               ? Group<Element::kBf16>(numbers).error_of(Group<Element::kBf16>(restored))               \
-               : Group<Element::kFp16>(numbers).error_of(Group<Element::kFp16>(restored));              \
+#define KV_OFFLOAD_VARIANT(name, Group, attributes)                                                   \
+  attributes std::uint8_t size_##name(const std::byte* numbers, Element element) {                    \
+    KV_OFFLOAD_BY_ELEMENT(size_of_group, Group, element, numbers);                                    \
+  }                                                                                                   \
+  attributes std::uint8_t quantize_##name(const std::byte* numbers, Element element, float max_error, \
+                                          const ChannelWeights* weights, std::int8_t* q) {            \
+    KV_OFFLOAD_BY_ELEMENT(quantize_any, Group, element, numbers, max_error, weights, q);              \
+  }                                                                                                   \
+  attributes void restore_##name(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,   \
+                                 Element element, const ChannelWeights* weights, std::byte* numbers,  \
+                                 std::size_t stride) {                                                \
+    KV_OFFLOAD_BY_ELEMENT(restore_any, Group, element, q, codes, rows, weights, numbers, stride);     \
+  }                                                                                                   \
+  attributes GroupError compare_##name(const std::byte* numbers, const std::byte* restored,           \
+                                       Element element) {                                             \
+    KV_OFFLOAD_BY_ELEMENT(compare_any, Group, element, numbers, restored);                            \
   }
 
 KV_OFFLOAD_VARIANT(plain, PlainGroup, )
@@ -682,6 +749,7 @@ KV_OFFLOAD_VARIANT(avx512, Avx512Group, KV_OFFLOAD_AVX512)
 #endif
 
 #undef KV_OFFLOAD_VARIANT
+#undef KV_OFFLOAD_BY_ELEMENT
 #undef KV_OFFLOAD_INLINE
 #undef KV_OFFLOAD_UNROLL
 #undef KV_OFFLOAD_AVX2
@@ -690,6 +758,17 @@ KV_OFFLOAD_VARIANT(avx512, Avx512Group, KV_OFFLOAD_AVX512)
 }  // namespace
 
 float step_of(std::uint8_t code) { return kSteps[code]; }
+
+ChannelWeights::ChannelWeights(const std::uint8_t* codes) {
+  Values squares;
+  for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
+    const auto power = [](std::uint32_t exponent) { return std::bit_cast<float>((127 + exponent) << 23); };
+    weights[i] = power(std::uint32_t{codes[i]} - kCodeOfOne);
+    inverses[i] = power(std::uint32_t{kCodeOfOne} - codes[i]);
+    squares[i] = weights[i] * weights[i];
+  }
+  mean_square = sum_of(squares) / kQuantizedGroup;
+}
 
 #if defined(__x86_64__)
 bool has_avx2() {
@@ -710,10 +789,10 @@ bool has_avx512() { return false; }
 std::size_t group_quantizers_known(GroupQuantizer (&ways)[kMostGroupQuantizers]) {
   std::size_t known = 0;
 #if defined(__x86_64__)
-  if (has_avx512()) ways[known++] = {quantize_avx512, restore_avx512, compare_avx512, "avx512"};
-  if (has_avx2()) ways[known++] = {quantize_avx2, restore_avx2, compare_avx2, "avx2"};
+  if (has_avx512()) ways[known++] = {size_avx512, quantize_avx512, restore_avx512, compare_avx512, "avx512"};
+  if (has_avx2()) ways[known++] = {size_avx2, quantize_avx2, restore_avx2, compare_avx2, "avx2"};
 #endif
-  ways[known++] = {quantize_plain, restore_plain, compare_plain, "plain"};
+  ways[known++] = {size_plain, quantize_plain, restore_plain, compare_plain, "plain"};
   return known;
 }
 

@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "record/context_pool.h"
 #include "record/group_quantizer.h"
@@ -54,6 +55,47 @@ double rms_of(const Losses& losses) {
   return norm > 0 ? std::sqrt(error / norm) : 0;
 }
 
+// The bounds of the groups of a payload before the encoder lowers them by their sizes.
+class PayloadBounds {
+ public:
+  PayloadBounds(std::span<const Shard> shards, Element element, const ErrorBounds& bounds, const KvRuns& runs,
+                const BoundFactors* factors)
+      : keys_(static_cast<float>(bounds.keys)),
+        values_(static_cast<float>(bounds.values)),
+        group_bytes_(group_bytes_of(element)),
+        runs_(runs.in(shards)),
+        factors_(factors) {
+    if (factors_ != nullptr) begins_ = factors_->begins_of(shards, element);
+  }
+  bool fit() const { return factors_ == nullptr || !begins_.empty(); }
+  // Sets the bounds of a section. begin: in the payload. REQUIRES: fit().
+  void fill(SectionBounds& section, std::uint64_t begin, std::size_t bytes) const {
+    section.factors = factors_;
+    section.least = static_cast<float>(LossyCodec::kLeastError);
+    section.groups = bytes / group_bytes_;
+    std::uint64_t in_payload = begin / group_bytes_;
+    std::size_t shard = 0;
+    for (std::size_t group = 0; group < section.groups; ++group, ++in_payload) {
+      const bool are_values = runs_.all_values(begin + group * group_bytes_, group_bytes_);
+      section.are_values[group] = are_values;
+      section.bounds[group] = are_values ? values_ : keys_;
+      section.rows[group] = 0;
+      if (factors_ == nullptr) continue;
+      while (in_payload >= begins_[shard + 1]) ++shard;
+      const BoundFactors::OfGroup& of_group = factors_->of(shard, in_payload - begins_[shard]);
+      section.bounds[group] = std::max(section.least, section.bounds[group] * of_group.factor);
+      section.rows[group] = of_group.row;
+    }
+  }
+
+ private:
+  float keys_, values_;
+  std::size_t group_bytes_;
+  KvRuns runs_;
+  const BoundFactors* factors_;
+  std::vector<std::uint64_t> begins_;  // of the shards, in groups
+};
+
 }  // namespace
 
 bool ErrorBounds::allow(const Loss& loss) const {
@@ -64,14 +106,13 @@ struct LossyCodec::Contexts {
   LossyKernels kernels;
   ContextPool<LossySection> pool;
 
-  // Encodes the section at the current block, measures it, and moves past it. *period: of the payload; 0: not
-  // found yet. Returns the bytes used; nullopt if the library fails.
+  // Encodes the section at the current block within its bounds, measures it, and moves past it. *period: of
+  // the payload; 0: not found yet. Returns the bytes used; nullopt if the library fails.
   std::optional<std::size_t> encode(LossySection& section, ShardBlocks& blocks, Element element,
-                                    const GroupBounds& bounds, std::size_t* period, std::byte* out,
-                                    Losses* losses) const;
+                                    std::size_t* period, std::byte* out, Losses* losses) const;
   // Decodes an encoded section and adds its loss.
   void measure(LossySection& section, std::span<const std::byte> raw, std::span<const std::byte> encoded,
-               Element element, const GroupBounds& bounds, Losses* losses) const;
+               Element element, Losses* losses) const;
   // Decodes the section at *at of `in` into the current block, and moves both past it.
   Status decode(LossySection& section, ShardBlocks& blocks, Element element, std::span<const std::byte> in,
                 std::uint64_t* at) const;
@@ -109,24 +150,30 @@ std::uint64_t LossyCodec::encoded_bytes_at_most(std::span<const Shard> shards) {
 }
 
 std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, ShardBlocks& blocks,
-                                                        Element element, const GroupBounds& bounds,
-                                                        std::size_t* period, std::byte* out,
+                                                        Element element, std::size_t* period, std::byte* out,
                                                         Losses* losses) const {
-  blocks.limit(lossy_section_bytes_at_most(element));
-  blocks.gather();
   std::span<const std::byte> raw(blocks.place(), blocks.bytes());
-  section.quantize(kernels.quantizer, raw, element, bounds);
-  if (*period == 0) *period = section.find_period(raw.size() / bounds.group_bytes);
+  const bool has_factors = section.bounds.factors != nullptr;
+  const std::size_t groups = section.bounds.groups;
+  const auto quantize = [&](std::size_t first) { section.quantize(kernels.quantizer, raw, element, first); };
+  if (!has_factors) quantize(groups);
+  if (*period == 0) {
+    if (has_factors) quantize(std::min(groups, LossySection::kMostLookedAt));
+    *period = section.find_period(groups);
+  }
   const std::size_t used_period = std::max(*period, std::size_t{1});
   const auto whole_tiles = raw.first(lossy_section_bytes(blocks.left(), used_period, element));
-  if (bounds.factors != nullptr && *period != 0)
-    section.refine_small_groups(kernels.quantizer, whole_tiles, element, bounds, *period);
+  if (has_factors) {
+    section.refine_bounds(kernels.quantizer, whole_tiles, element, used_period);
+    quantize(whole_tiles.size() / group_bytes_of(element));
+    section.drop_weights(kernels.quantizer, whole_tiles, element, used_period);
+  }
   const auto encoded = section.encode(kernels, whole_tiles, element, used_period, out);
   if (!encoded) return std::nullopt;
   std::size_t used = *encoded;
   if (used > 0) {
     raw = whole_tiles;
-    measure(section, raw, {out, used}, element, bounds, losses);
+    measure(section, raw, {out, used}, element, losses);
   } else {
     out[0] = std::byte{0};
     std::memcpy(out + 1, raw.data(), raw.size());
@@ -139,20 +186,22 @@ std::optional<std::size_t> LossyCodec::Contexts::encode(LossySection& section, S
 
 void LossyCodec::Contexts::measure(LossySection& section, std::span<const std::byte> raw,
                                    std::span<const std::byte> encoded, Element element,
-                                   const GroupBounds& bounds, Losses* losses) const {
+                                   Losses* losses) const {
   const auto restored = std::span(section.restored).first(raw.size());
   const auto period = std::to_integer<std::size_t>(encoded[0]);
   std::uint64_t read = 1;
   const char* const wrong = section.decode(kernels, period, encoded.subspan(1), element, restored, &read);
-  const std::size_t group = bounds.group_bytes, groups = raw.size() / group * group;
+  const std::size_t group_bytes = group_bytes_of(element), groups = raw.size() / group_bytes,
+                    whole = groups * group_bytes;
   if (wrong != nullptr || read != encoded.size() ||
-      std::memcmp(raw.data() + groups, restored.data() + groups, raw.size() - groups) != 0)
+      std::memcmp(raw.data() + whole, restored.data() + whole, raw.size() - whole) != 0)
     losses->of_keys.largest = std::numeric_limits<double>::infinity();
-  for (std::size_t at = 0; at < groups; at += group) {
-    GroupLosses& of_its_bound = bounds.is_values(at) ? losses->of_values : losses->of_keys;
+  for (std::size_t group = 0; group < groups; ++group) {
+    const std::size_t at = group * group_bytes;
+    GroupLosses& of_its_bound = section.bounds.are_values[group] ? losses->of_values : losses->of_keys;
     const GroupError error = kernels.quantizer.compare(raw.data() + at, restored.data() + at, element);
     of_its_bound.add(raw.data() + at, restored.data() + at, element, error);
-    const double bound = bounds.factors != nullptr ? bounds.of(at) : 1;
+    const double bound = section.bounds.factors != nullptr ? section.bounds.bounds[group] : 1;
     if (error.squared_error > bound * bound * error.squared_norm)
       of_its_bound.largest = std::numeric_limits<double>::infinity();
   }
@@ -162,47 +211,36 @@ Status LossyCodec::encode(std::span<const Shard> shards, Element element, const 
                           const KvRuns& runs, const BoundFactors* factors, std::span<std::byte> out,
                           std::uint64_t* bytes, Loss* loss) {
   *bytes = 0;
-  const std::size_t group_bytes = group_bytes_of(element);
-  const std::size_t groups_of_shard = factors != nullptr ? factors->groups_of_each(shards, group_bytes) : 0;
-  if (factors != nullptr && groups_of_shard == 0) return {};
+  const PayloadBounds of_payload(shards, element, bounds, runs, factors);
+  if (!of_payload.fit()) return {};
   const DefaultFloats while_encoding;
   auto section = contexts_->pool.take();
   if (section == nullptr || !section->frames.can_encode() || !section->frames.can_decode())
     return no_memory_for_section();
-  std::uint64_t used = 0;
   std::size_t period = 0;
   Losses losses;
-  Status status;
   ShardBlocks blocks(shards, lossy_section_bytes_at_most(element), section->block.data());
   const std::uint64_t payload = blocks.left();
-  GroupBounds of_groups{.keys = static_cast<float>(bounds.keys),
-                        .values = static_cast<float>(bounds.values),
-                        .runs = runs.in(shards),
-                        .group_bytes = group_bytes,
-                        .factors = factors,
-                        .groups_of_shard = groups_of_shard,
-                        .least = static_cast<float>(kLeastError)};
-  while (status && blocks.left() > 0) {
-    of_groups.begin = payload - blocks.left();
-    const auto encoded =
-        contexts_->encode(*section, blocks, element, of_groups, &period, out.data() + used, &losses);
-    if (encoded) {
-      used += *encoded;
-    } else {
-      status = no_memory_for_section();
-    }
+  auto encoded = section->encode_weights(factors, out.data());
+  std::uint64_t used = encoded.value_or(0);
+  while (encoded && blocks.left() > 0) {
+    blocks.limit(lossy_section_bytes_at_most(element));
+    blocks.gather();
+    of_payload.fill(section->bounds, payload - blocks.left(), blocks.bytes());
+    encoded = contexts_->encode(*section, blocks, element, &period, out.data() + used, &losses);
+    used += encoded.value_or(0);
   }
   contexts_->pool.give_back(std::move(section));
-  if (!status) return status;
+  if (!encoded) return no_memory_for_section();
   const double keys = losses.of_keys.largest, values = losses.of_values.largest;
   if (!(keys <= bounds.keys && values <= bounds.values) ||
       static_cast<double>(used) * PayloadCodec::kMinRatio > static_cast<double>(payload))
-    return status;
+    return {};
   *loss = {.keys = rounded_up(keys), .values = rounded_up(values)};
   // The rounding of the sums may exceed the largest.
   loss->rms = std::min(rounded_up(rms_of(losses)), std::max(loss->keys, loss->values));
   *bytes = used;
-  return status;
+  return {};
 }
 
 Status LossyCodec::Contexts::decode(LossySection& section, ShardBlocks& blocks, Element element,
@@ -234,6 +272,7 @@ Status LossyCodec::decode(std::span<const std::byte> in, Element element, std::s
   if (section == nullptr || !section->frames.can_decode()) return no_memory_for_section();
   std::uint64_t at = 0;
   Status status;
+  if (const char* const wrong = section->decode_weights(in, &at)) status = damaged_section(0, wrong);
   ShardBlocks blocks(shards, lossy_section_bytes_at_most(element), section->block.data());
   while (status && blocks.left() > 0) status = contexts_->decode(*section, blocks, element, in, &at);
   contexts_->pool.give_back(std::move(section));

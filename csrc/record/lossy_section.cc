@@ -55,6 +55,10 @@ bool all_below(std::span<const std::uint8_t> bytes, std::uint8_t limit) {
   return (found & kHighest) == 0;
 }
 
+std::byte sum_of(std::byte a, std::byte b) {
+  return static_cast<std::byte>(std::to_integer<unsigned>(a) + std::to_integer<unsigned>(b));
+}
+
 }  // namespace
 
 std::size_t lossy_section_bytes(std::uint64_t left, std::size_t period, Element element) {
@@ -84,12 +88,52 @@ class LossySection::Tiles {
 
 // ---- encoding
 
+std::optional<std::size_t> LossySection::encode_weights(const BoundFactors* factors, std::byte* out) {
+  const std::span<const std::uint8_t> codes =
+      factors != nullptr ? factors->weights() : std::span<const std::uint8_t>();
+  weight_rows_ = codes.size() / kGroup;
+  std::copy(codes.begin(), codes.end(), weights_.begin());
+  std::fill_n(decoded_classes_.begin(), codes.size(), std::uint8_t{0});
+  std::size_t stored = 0;
+  if (weight_rows_ > 0) {
+    const auto frame = frames.encode(std::as_bytes(codes), {out + kLossyWeightsHead, codes.size()});
+    if (!frame) return std::nullopt;
+    stored = *frame;
+    if (stored == codes.size()) std::memcpy(out + kLossyWeightsHead, codes.data(), codes.size());
+  }
+  store_u32(out, weight_rows_);
+  store_u32(out + 4, stored);
+  return kLossyWeightsHead + stored;
+}
+
+void LossySection::quantize_group(const GroupQuantizer& quantizer, std::span<const std::byte> raw,
+                                  Element element, std::size_t group) {
+  codes_[group] = static_cast<std::byte>(
+      quantizer.quantize(raw.data() + group * group_bytes_of(element), element, bounds.bounds[group],
+                         bounds.weights_of(group), q_.data() + group * kGroup));
+}
+
 void LossySection::quantize(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
-                            const GroupBounds& bounds) {
-  for (std::size_t group = 0; group < raw.size() / bounds.group_bytes; ++group) {
-    const std::size_t at = group * bounds.group_bytes;
-    codes_[group] = static_cast<std::byte>(
-        quantizer.quantize(raw.data() + at, element, bounds.of(at), q_.data() + group * kGroup));
+                            std::size_t groups) {
+  for (std::size_t group = 0; group < groups; ++group) quantize_group(quantizer, raw, element, group);
+}
+
+void LossySection::drop_weights(const GroupQuantizer& quantizer, std::span<const std::byte> raw,
+                                Element element, std::size_t period) {
+  const Tiles tiles(raw.size() / group_bytes_of(element), period);
+  for (std::size_t number = 0; number < tiles.size(); ++number) {
+    const Tile tile = tiles[number];
+    bool keep = true;
+    for (std::size_t row = 0; row < tile.rows; ++row) {
+      const std::size_t group = tile.base + row * period;
+      keep = keep && bounds.rows[group] == bounds.rows[tile.base] &&
+             (bounds.rows[group] == 0 || codes_[group] != static_cast<std::byte>(kExactGroup));
+    }
+    for (std::size_t row = 0; row < tile.rows && !keep; ++row) {
+      const std::size_t group = tile.base + row * period;
+      bounds.rows[group] = 0;
+      quantize_group(quantizer, raw, element, group);
+    }
   }
 }
 
@@ -121,42 +165,34 @@ std::size_t LossySection::find_period(std::size_t groups) const {
   return kPeriods[static_cast<std::size_t>(best - bits.begin())];
 }
 
-void LossySection::refine_small_groups(const GroupQuantizer& quantizer, std::span<const std::byte> raw,
-                                       Element element, const GroupBounds& bounds, std::size_t period) {
-  // If the groups of a tile have the same bound, their steps differ by their norms. A norm that is lower than
-  // the mean by more than half an octave lowers the bound by the cube of the rest. A tile with several bounds
-  // has groups of several heads, whose steps say nothing about tokens.
-  constexpr int kNear = 4, kPower = 3, kMostBelow = kCodeOfOne / kPower - 1;  // in steps of 1/8 octave
-  const Tiles tiles(raw.size() / bounds.group_bytes, period);
+void LossySection::refine_bounds(const GroupQuantizer& quantizer, std::span<const std::byte> raw,
+                                 Element element, std::size_t period) {
+  // In steps of 1/8 octave: a group that is smaller than the mean of its tile by more than kNear has its
+  // bound lowered by the cube of the rest, and a larger one by the power 3/4.
+  constexpr int kNear = 4, kMostLower = kCodeOfOne - 1;
+  const std::size_t group_bytes = group_bytes_of(element);
+  const Tiles tiles(raw.size() / group_bytes, period);
   for (std::size_t number = 0; number < tiles.size(); ++number) {
     const Tile tile = tiles[number];
-    const auto code_of = [&](std::size_t row) {
-      return std::to_integer<int>(codes_[tile.base + row * period]);
-    };
-    const auto has_norm = [](int code) { return code > 1; };  // neither stored unchanged nor zeros
-    const auto bound_of = [&](std::size_t row) {
-      return bounds.of((tile.base + row * period) * bounds.group_bytes);
-    };
-    int sum = 0, coded = 0;
+    bool same_bound = true;
+    std::array<int, kRows> sizes;
+    int sum = 0, known = 0;
     for (std::size_t row = 0; row < tile.rows; ++row) {
-      sum += has_norm(code_of(row)) ? code_of(row) : 0;
-      coded += has_norm(code_of(row)) ? 1 : 0;
+      const std::size_t group = tile.base + row * period;
+      same_bound = same_bound && bounds.bounds[group] == bounds.bounds[tile.base];
+      sizes[row] = quantizer.size(raw.data() + group * group_bytes, element);
+      sum += sizes[row];
+      known += sizes[row] > 0 ? 1 : 0;
     }
-    bool is_alike = false;  // looked at if a group is small
-    for (std::size_t row = 0; row < tile.rows && coded > 0; ++row) {
-      const int below = std::min(sum / coded - kNear - code_of(row), kMostBelow);
-      if (below <= 0 || !has_norm(code_of(row))) continue;
-      const float bound = bound_of(row);
-      for (std::size_t other = 0; !is_alike && other < tile.rows; ++other)
-        if (bound_of(other) != bound) coded = 0;
-      if (coded == 0) break;
-      is_alike = true;
-      const std::size_t group = tile.base + row * period, at = group * bounds.group_bytes;
-      const float lowered =
-          std::max(bounds.least, bound * step_of(static_cast<std::uint8_t>(kCodeOfOne - kPower * below)));
-      if (lowered < bound)
-        codes_[group] = static_cast<std::byte>(
-            quantizer.quantize(raw.data() + at, element, lowered, q_.data() + group * kGroup));
+    // A tile with several bounds has groups of several heads, whose sizes say nothing about tokens.
+    if (!same_bound) continue;
+    for (std::size_t row = 0; row < tile.rows; ++row) {
+      if (sizes[row] == 0) continue;
+      const int larger = sizes[row] - sum / known;
+      const int lower = std::min(larger > 0 ? 3 * larger / 4 : 3 * (-larger - kNear), kMostLower);
+      if (lower <= 0) continue;
+      float& bound = bounds.bounds[tile.base + row * period];
+      bound = std::max(bounds.least, bound * step_of(static_cast<std::uint8_t>(kCodeOfOne - lower)));
     }
   }
 }
@@ -196,27 +232,53 @@ std::optional<std::size_t> LossySection::encode(const LossyKernels& kernels, std
     if (!bytes.empty()) std::memcpy(out + used, bytes.data(), bytes.size());
     used += bytes.size();
   };
-  const std::span<const std::byte> codes = std::span(codes_).first(groups);
-  for (const auto content : {codes, std::as_bytes(std::span(classes_).first(tiles.size() * kGroup))}) {
+  // A part of its own length is not a frame.
+  const auto keep_part = [&](std::span<const std::byte> content) {
     std::size_t stored = 0;
     if (!content.empty()) {
       const auto frame = frames.encode(content, {out + used, content.size()});
-      if (!frame) return std::nullopt;
+      if (!frame) return false;
       stored = *frame;
     }
     store_u32(out + 1 + 4 * number++, stored);
-    // A part of its own length is not a frame.
     if (stored == content.size()) {
       keep(content);
     } else {
       used += stored;
     }
+    return true;
+  };
+  const auto difference = [](auto a, auto b) {
+    return static_cast<std::byte>(std::uint8_t(a) - std::uint8_t(b));
+  };
+  for (std::size_t group = 0; group < groups; ++group)
+    differences_[group] = group < period ? codes_[group] : difference(codes_[group], codes_[group - period]);
+  if (!keep_part(std::span(differences_).first(groups))) return std::nullopt;
+  const std::size_t with_rows = weight_rows_ > 0 ? tiles.size() : 0;
+  for (std::size_t tile = 0; tile < with_rows; ++tile) {
+    tile_rows_[tile] = bounds.rows[tiles[tile].base];
+    const unsigned change = tile_rows_[tile] - (tile > 0 ? tile_rows_[tile - 1] : 0U);
+    differences_[tile] = static_cast<std::byte>(change);
+    differences_[with_rows + tile] = static_cast<std::byte>(change >> 8);
   }
+  if (!keep_part(std::span(differences_).first(2 * with_rows))) return std::nullopt;
+  std::copy_n(decoded_classes_.begin(), weight_rows_ * kGroup, encoded_classes_.begin());
+  for (std::size_t tile = 0; tile < tiles.size(); ++tile) {
+    const std::uint8_t* const classes = classes_.data() + tile * kGroup;
+    std::byte* const differences = differences_.data() + tile * kGroup;
+    std::memcpy(differences, classes, kGroup);
+    if (tile >= with_rows || tile_rows_[tile] == 0) continue;
+    std::uint8_t* const last = encoded_classes_.data() + (tile_rows_[tile] - 1) * kGroup;
+    for (std::size_t channel = 0; channel < kGroup; ++channel)
+      differences[channel] = difference(classes[channel], last[channel]);
+    std::memcpy(last, classes, kGroup);
+  }
+  if (!keep_part(std::span(differences_).first(tiles.size() * kGroup))) return std::nullopt;
   const std::span<const std::byte> integers = encode_integers(kernels, tiles);
   store_u32(out + 1 + 4 * number, integers.size());
   keep(integers);
   for (std::size_t group = 0; group < groups; ++group) {
-    if (codes[group] == static_cast<std::byte>(kExactGroup))
+    if (codes_[group] == static_cast<std::byte>(kExactGroup))
       keep(raw.subspan(group * group_bytes, group_bytes));
   }
   keep(raw.subspan(groups * group_bytes));
@@ -229,6 +291,34 @@ const char* LossySection::decode_frame(std::span<const std::byte> stored, std::s
   if (stored.size() > content.size() || stored.empty() != content.empty()) return "wrong length of a part";
   if (stored.size() < content.size()) return frames.decode(stored, content);
   std::copy(stored.begin(), stored.end(), content.begin());
+  return nullptr;
+}
+
+const char* LossySection::decode_weights(std::span<const std::byte> in, std::uint64_t* at) {
+  if (in.size() < kLossyWeightsHead) return "truncated in its weights";
+  const std::size_t rows = load_u32(in.data()), stored = load_u32(in.data() + 4);
+  if (rows > kMostWeightRows) return "too many rows of weights";
+  if (in.size() - kLossyWeightsHead < stored) return "truncated in its weights";
+  const auto codes = std::span(weights_).first(rows * kGroup);
+  if (const char* wrong = decode_frame(in.subspan(kLossyWeightsHead, stored), std::as_writable_bytes(codes)))
+    return wrong;
+  if (!all_below(codes, ChannelWeights::kMostCode + 1)) return "an impossible weight";
+  weight_rows_ = rows;
+  std::fill_n(decoded_classes_.begin(), rows * kGroup, std::uint8_t{0});
+  *at += kLossyWeightsHead + stored;
+  return nullptr;
+}
+
+// Adds up the rows of the tiles.
+const char* LossySection::decode_rows(std::size_t tiles) {
+  unsigned row = 0;
+  for (std::size_t tile = 0; tile < tiles; ++tile) {
+    row += std::to_integer<unsigned>(differences_[tile]) |
+           std::to_integer<unsigned>(differences_[tiles + tile]) << 8;
+    row &= 0xFFFF;
+    if (row > weight_rows_) return "an unknown row of weights";
+    tile_rows_[tile] = static_cast<std::uint16_t>(row);
+  }
   return nullptr;
 }
 
@@ -261,8 +351,15 @@ const char* LossySection::decode_integers(const LossyKernels& kernels, const Til
     std::array<std::uint8_t, kRows> codes;
     for (std::size_t row = 0; row < tile.rows; ++row)
       codes[row] = std::to_integer<std::uint8_t>(codes_[tile.base + row * tiles.period()]);
-    kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element, raw + tile.base * group_bytes,
-                              tiles.period() * group_bytes);
+    const std::size_t weights = weight_rows_ > 0 ? tile_rows_[number] : 0;
+    if (weights > 0) {
+      const ChannelWeights of_channels(weights_.data() + (weights - 1) * kGroup);
+      kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element, &of_channels,
+                                raw + tile.base * group_bytes, tiles.period() * group_bytes);
+    } else {
+      kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element, nullptr,
+                                raw + tile.base * group_bytes, tiles.period() * group_bytes);
+    }
   }
   const bool all_first =
       std::all_of(states.begin(), states.end(), [](std::uint32_t state) { return state == kFirstRowState; });
@@ -287,16 +384,30 @@ const char* LossySection::decode(const LossyKernels& kernels, std::size_t period
   }
   const auto codes = std::span(codes_).first(groups);
   const auto classes = std::span(classes_).first(tiles.size() * kGroup);
-  if (const char* wrong = decode_frame(in.subspan(kLengths, lengths[0]), codes)) return wrong;
-  if (const char* wrong =
-          decode_frame(in.subspan(kLengths + lengths[0], lengths[1]), std::as_writable_bytes(classes)))
-    return wrong;
+  const std::size_t with_rows = weight_rows_ > 0 ? tiles.size() : 0;
+  const auto rows = std::span(differences_).first(2 * with_rows);
+  std::size_t begin = kLengths, number = 0;
+  for (const auto content : {codes, rows, std::as_writable_bytes(classes)}) {
+    if (const char* wrong = decode_frame(in.subspan(begin, lengths[number]), content)) return wrong;
+    begin += lengths[number++];
+  }
+  for (std::size_t group = period; group < groups; ++group)
+    codes[group] = sum_of(codes[group], codes[group - period]);
+  if (const char* wrong = decode_rows(with_rows)) return wrong;
+  for (std::size_t tile = 0; tile < with_rows; ++tile) {
+    if (tile_rows_[tile] == 0) continue;
+    std::uint8_t* const last = decoded_classes_.data() + (tile_rows_[tile] - 1) * kGroup;
+    std::uint8_t* const of_tile = classes_.data() + tile * kGroup;
+    for (std::size_t channel = 0; channel < kGroup; ++channel)
+      last[channel] = static_cast<std::uint8_t>(last[channel] + of_tile[channel]);
+    std::memcpy(of_tile, last, kGroup);
+  }
   if (!all_below(classes, kRowClasses)) return "an unknown class";
   const auto exact =
       static_cast<std::size_t>(std::count(codes.begin(), codes.end(), static_cast<std::byte>(kExactGroup)));
   if (in.size() - used < exact * group_bytes + tail) return "truncated in its exact groups";
-  const auto integers = in.subspan(used - lengths[2]);
-  if (const char* wrong = decode_integers(kernels, tiles, integers, lengths[2], element, raw.data()))
+  const auto integers = in.subspan(begin);
+  if (const char* wrong = decode_integers(kernels, tiles, integers, lengths[number], element, raw.data()))
     return wrong;
   const auto keep = [&](std::size_t to, std::size_t bytes) {
     std::memcpy(raw.data() + to, in.data() + used, bytes);

@@ -19,8 +19,8 @@
 namespace kv_offload {
 
 // Values of the record header: never reuse a number.
-// 2 was a lossy codec that was never published.
-enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1, kLossy = 3 };
+// 2 and 3 were lossy codecs that were never published.
+enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1, kLossy = 4 };
 // Number format of the payload. kE4m3 has no infinity (torch's float8_e4m3fn); kE5m2 has.
 enum class Element : std::uint32_t { kBytes = 0, kBf16 = 1, kFp16 = 2, kE4m3 = 3, kE5m2 = 4 };
 

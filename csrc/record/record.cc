@@ -132,8 +132,8 @@ Status check_loss(std::span<const std::byte> page, Codec codec, Element element)
 // Checks how the payload is stored. `padded`: its bytes when it is raw.
 Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
   const auto codec = get<std::uint32_t>(page, 108);
-  if (codec == 2 || codec > static_cast<std::uint32_t>(Codec::kLossy))
-    return wrong("codec", codec, "0, 1 or 3");
+  if (codec == 2 || codec == 3 || codec > static_cast<std::uint32_t>(Codec::kLossy))
+    return wrong("codec", codec, "0, 1 or 4");
   const auto element = get<std::uint32_t>(page, kElementAt);
   // Without loss, fp8 is stored as bytes.
   const Element last = static_cast<Codec>(codec) == Codec::kLossy ? Element::kE5m2 : Element::kFp16;

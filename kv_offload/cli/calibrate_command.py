@@ -108,9 +108,8 @@ def calibrate(
     factors = sorted(
         each
         for layer in calibration.layers
-        for kind in (layer.keys, layer.values)
-        for head in kind
-        for each in head
+        for head in (*layer.keys, *layer.values)
+        for each in head.weighted
     )
     echo(
         f"{output}: {len(calibration.layers)} layers, factors of the bound from {factors[0]:.3g} to "
@@ -190,11 +189,11 @@ def _measured(
     """Raises ValueError if the model has no cache of keys and values per head."""
     from kv_offload import __version__
     from kv_offload.calibration import Calibration
-    from kv_offload.sensitivity import sensitivities
+    from kv_offload.sensitivity import channel_statistics
 
     def show(done: int) -> None:
         if not quiet:
             echo(f"segment {done} of {len(parts)}")
 
-    found, sizes = sensitivities(loaded, parts, PREFIX, progress=show)
-    return Calibration.of_sensitivities(identity, found, sizes, {**made_of, "kv_offload": __version__})
+    found = channel_statistics(loaded, parts, PREFIX, progress=show)
+    return Calibration.of_statistics(identity, found, {**made_of, "kv_offload": __version__})
