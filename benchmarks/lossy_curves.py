@@ -31,8 +31,8 @@ Methods:
 - ``vector``: the codec of csrc/record/lossy_codec.h. 64 neighbouring elements share a step, the largest that
   keeps their relative error below the parameter. One symbol distribution per magnitude class
 - ``vector, values twice``: the same with twice the parameter for values
-- ``vector, calibrated``: the parameter is multiplied by the factors that ``kv-offload calibrate`` computes, and
-  the steps of channels by its weights, here on the other text
+- ``vector, calibrated``: the parameter is multiplied by the factors that ``kv-offload calibrate`` computes,
+  and the steps of channels by its weights, here on the other text
 - ``channel``: 16 tokens of a channel share a step. ``channel keys``: for keys; values as in ``vector``
 - ``vector+delta``: the same on differences from the previous token where those are smaller
 - ``hadamard``: a Hadamard transform of the 64 elements before the step
@@ -190,7 +190,7 @@ def _largest_steps(
     x: np.ndarray, error: float | np.ndarray, weights: float | np.ndarray = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (step codes, steps): the largest steps that keep the relative error of each group below
-    ``error``, of all groups or of each. A group is the last axis, whose steps are multiplied by ``weights``."""
+    ``error``, of all groups or of each. A group is the last axis; its steps are multiplied by ``weights``."""
     norm = np.sqrt((x.astype(np.float64) ** 2).sum(-1))
     squares = (np.broadcast_to(weights, x.shape) ** 2).sum(-1)
     nominal = np.maximum(norm, 1e-30) * error * np.sqrt(12 / squares)

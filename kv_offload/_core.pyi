@@ -217,11 +217,11 @@ class TierSpec:
     ) -> None:
         """Lowers the bounds of ``lossy:...``, but not below 0.02.
 
-        ``factors``: by group position; None: none. Its shards have for each 64 neighbouring elements of a block
-        a factor, and a row of weights, from 1; 0: none. A row is 64 bytes: the steps of the channels relative to
-        each other, 8 + i for 2^i, at most 16. Records that do not have these shards, of whole blocks, are stored
-        without loss, and so is fp8 with weights. Raises ValueError unless each factor is above 0 and at most 1,
-        and for impossible rows.
+        ``factors``: by group position; None: none. Its shards have for each 64 neighbouring elements of a
+        block a factor, and a row of weights, from 1; 0: none. A row is 64 bytes: the steps of the channels
+        relative to each other, 8 + i for 2^i, at most 16. Records that do not have these shards, of whole
+        blocks, are stored without loss, and so is fp8 with weights. Raises ValueError unless each factor is
+        above 0 and at most 1, and for impossible rows.
         """
     memory_outlives: bool  # the region is kept: no read may continue after the process ends. Default: False
     watch_removals: bool  # looks for removals by other servers all the time (fs). Default: False

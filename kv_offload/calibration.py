@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrations of ``lossy:E``: factors that lower the error bound of sensitive layers and KV heads, and weights
-that distribute an error over channels.
+"""Calibrations of ``lossy:E``: factors that lower the error bound of sensitive layers and KV heads, and
+weights that distribute an error over channels.
 
-A calibration has factors for each 64 channels of the keys and of the values of a KV head, and a weight for each
-channel. ``kv-offload calibrate`` computes them (``kv_offload.sensitivity``). The encoder multiplies E by the
-factors, and the steps of channels by their weights. A record has its weights, so a decoder needs no calibration.
+A calibration has factors for each 64 channels of the keys and of the values of a KV head, and a weight for
+each channel. ``kv-offload calibrate`` computes them (``kv_offload.sensitivity``). The encoder multiplies E
+by the factors, and the steps of channels by their weights. A record has its weights, so a decoder needs no
+calibration.
 """
 
 import contextlib
@@ -69,8 +70,8 @@ class PageLayout(NamedTuple):
 class ChannelStatistics(NamedTuple):
     """The keys or the values of one KV head, by channel."""
 
-    # Mean KL divergence per evaluated token that an error of this channel causes, if the relative error of its 64
-    # channels is 1 and all channels have the same.
+    # Mean KL divergence per evaluated token that an error of this channel causes, if the relative error of
+    # its 64 channels is 1 and all channels have the same.
     sensitivities: Sequence[float]
     peaks: Sequence[float]  # largest magnitude, as a part of the norm of the 64 channels
 
@@ -105,8 +106,8 @@ class LayerFactors:
 class GroupFactors(NamedTuple):
     """What the encoder needs for one cache group; argument of TierSpec.set_bound_factors."""
 
-    # By shard, for each 64 neighbouring elements of a block: the factor, and the row of its weights, from 1; 0:
-    # none.
+    # By shard, for each 64 neighbouring elements of a block: the factor, and the row of its weights, from
+    # 1; 0: none.
     shards: list[list[tuple[float, int]]]
     weights: bytes  # rows of 64 codes; 8: 1, 9: 2
 
@@ -128,9 +129,9 @@ class Calibration:
     ) -> "Calibration":
         """Returns the factors for measured statistics of the keys and of the values, by layer and head.
 
-        At equal divergence the ratio is largest if all elements contribute alike, so factors and weights are
-        proportional to 1 / sqrt(sensitivity). Raises ValueError unless all sensitivities are finite and one is
-        above 0.
+        At equal divergence the ratio is largest if all elements contribute alike, so factors and weights
+        are proportional to 1 / sqrt(sensitivity). Raises ValueError unless all sensitivities are finite and
+        one is above 0.
         """
         heads = [head for layer in layers for kind in layer for head in kind]
         known = [each for head in heads for each in head.sensitivities]
@@ -248,11 +249,11 @@ class Calibration:
     ) -> GroupFactors:
         """Returns the factors of a cache group.
 
-        ``shards``: the layers and the first KV head of each shard. A shard has ``heads`` KV heads of each layer,
-        all of which the calibration has; ``page`` is that of a shard. 64 elements with several factors have the
-        smallest. There are no weights for fp8, for elements whose channel is not known, and in groups with more
-        weights than a record may have. Raises CalibrationError if the calibration has other head sizes, or if a
-        block is not a multiple of 64 elements.
+        ``shards``: the layers and the first KV head of each shard. A shard has ``heads`` KV heads of each
+        layer, all of which the calibration has; ``page`` is that of a shard. 64 elements with several
+        factors have the smallest. There are no weights for fp8, for elements whose channel is not known,
+        and in groups with more weights than a record may have. Raises CalibrationError if the calibration
+        has other head sizes, or if a block is not a multiple of 64 elements.
         """
         with_weights = page.element_bytes > 1
         blocks = [self._block(layers, page, first, heads, with_weights) for layers, first in shards]
@@ -340,7 +341,7 @@ def _in_blocks(parts: Sequence[tuple[int, float, bytes]]) -> list[tuple[float, b
 
 
 def _sums(sensitivities: Sequence[float], octaves: Sequence[int] | None = None) -> list[float]:
-    """Returns the sensitivity of each 64 channels, whose errors have the proportions of the squared weights."""
+    """Returns the sensitivity of each 64 channels, whose errors are distributed as the squared weights."""
     sums = []
     for begin in range(0, len(sensitivities), BLOCK):
         block = sensitivities[begin : begin + BLOCK]
@@ -357,7 +358,8 @@ def _typical(sensitivities: Iterable[float]) -> float:
 
 
 def _weights_of(head: ChannelStatistics, typical: float) -> list[int]:
-    """Returns the weights of the channels of a head, as base-2 logarithms. ``typical``: sensitivity of 64 channels."""
+    """Returns the weights of the channels of a head, as base-2 logarithms. ``typical``: sensitivity of 64
+    channels."""
     weights: list[int] = []
     for begin in range(0, len(head.sensitivities), BLOCK):
         block = slice(begin, begin + BLOCK)

@@ -13,9 +13,9 @@ from typing import Any
 
 from kv_offload.calibration import BLOCK, ChannelStatistics
 
-# As the encoder (refine_bounds in csrc/record/lossy_section.cc): of each TILE tokens, those that are smaller than
-# the mean by more than NEAR octaves have an error that is lowered by the cube of the rest, and larger ones by the
-# power 3/4.
+# As the encoder (refine_bounds in csrc/record/lossy_section.cc): of each TILE tokens, those that are smaller
+# than the mean by more than NEAR octaves have an error that is lowered by the cube of the rest, and larger
+# ones by the power 3/4.
 _TILE = 16
 _NEAR = 0.5
 # Of the magnitudes of a channel: a few larger ones do not matter.
@@ -51,8 +51,8 @@ def channel_statistics(
     draws: int = 3,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[Heads, Heads]]:
-    """Returns the statistics of keys and of values by layer and head. Errors are lowered by the sizes of tokens, as
-    by the encoder.
+    """Returns the statistics of keys and of values by layer and head, with errors that are lowered by the
+    sizes of tokens as by the encoder.
 
     ``model``: a causal language model of transformers. ``segments``: lists of token ids. The cache of their
     first ``prefix`` tokens is disturbed, and the others are evaluated. ``draws``: of tokens from each
@@ -131,8 +131,11 @@ def _of_segment(
 
 
 def _statistics(numbers: Any, information: Any) -> Any:
-    """Returns [sensitivity, peak][head][channel] for numbers and information by head, token and channel. The
-    sensitivity is half the information times the variance of a relative error of 1, lowered as by the encoder."""
+    """Returns [sensitivity, peak][head][channel] for numbers and information by head, token and channel.
+
+    The sensitivity is half the information times the variance of a relative error of 1, lowered as by the
+    encoder.
+    """
     import torch
 
     blocks = []
@@ -151,12 +154,10 @@ def _lowered(variance: Any) -> Any:
     """Returns [head, token]: by how much the encoder multiplies the bound of a token with this variance."""
     import torch
 
-    octaves = [
-        part - part.mean(1, keepdim=True)
-        for part in (variance.clamp_min(torch.finfo(variance.dtype).tiny).log2() / 2).split(_TILE, 1)
-    ]
-    larger = torch.cat(octaves, 1)
-    return torch.exp2(3 * (larger + _NEAR).clamp_max(0) - 0.75 * larger.clamp_min(0))
+    # Tokens of zeros do not count.
+    octaves = torch.where(variance > 0, variance.log2() / 2, torch.nan)
+    larger = torch.cat([part - part.nanmean(1, keepdim=True) for part in octaves.split(_TILE, 1)], 1)
+    return torch.exp2(3 * (larger + _NEAR).clamp_max(0) - 0.75 * larger.clamp_min(0)).nan_to_num(1.0)
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,7 @@ own ranks. The scheduler sends the digest of its copy, as part of the namespace.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kv_offload.calibration import Calibration, CalibrationError, GroupFactors, PageLayout
 from kv_offload.config import OffloadConfig
@@ -234,6 +234,6 @@ def _group_factors(
     for (layers, _), bytes_ in zip(of_shards, shard_bytes, strict=True):
         if bytes_ % (len(layers) * page_bytes or 1) or bool(layers) != bool(bytes_):
             raise CalibrationError(
-                f"a shard of {bytes_} bytes is not whole blocks of {len(layers)} layers with {page_bytes} bytes"
+                f"a shard of {bytes_} bytes is not whole blocks of {len(layers)} layers of {page_bytes} bytes"
             )
     return calibration.group_factors(of_shards, page, heads)

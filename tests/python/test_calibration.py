@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,99 @@ from pydantic import ValidationError
 from vllm_trees import MINORS
 from written_root import FACTS
 
-from kv_offload.calibration import Calibration, CalibrationError, LayerFactors, PageLayout
+from kv_offload.calibration import (
+    Calibration,
+    CalibrationError,
+    ChannelStatistics,
+    HeadFactors,
+    LayerFactors,
+    PageLayout,
+)
 from kv_offload.tiers.registry import parse_tier
 
 MODEL = {"name": "org/model", "revision": "abc"}
+HEAD: dict[str, Any] = {"plain": [0.5], "weighted": [0.5], "weights": [0] * 64}
+
+
+def head_of(plain: float, weighted: float | None = None, octaves: Sequence[int] = (0,) * 64) -> HeadFactors:
+    blocks = -(-len(octaves) // 64)
+    return HeadFactors((plain,) * blocks, (weighted or plain,) * blocks, tuple(octaves))
 
 
 def layer_of(*keys: float, size: int = 64) -> LayerFactors:
     """A layer whose values have half the factors of its keys; one head for each."""
-    heads = tuple((key,) * -(-size // 64) for key in keys)
-    return LayerFactors(size, size, heads, tuple(tuple(each / 2 for each in head) for head in heads))
+    octaves = (0,) * size
+    return LayerFactors(
+        tuple(head_of(each, octaves=octaves) for each in keys),
+        tuple(head_of(each / 2, octaves=octaves) for each in keys),
+    )
 
 
 def calibration() -> Calibration:
     return Calibration(MODEL, (layer_of(0.5, 1.0), layer_of(0.25, 0.125)), {"text": "built-in"})
 
 
+def statistics(*sensitivities: float, peak: float = 0.2) -> ChannelStatistics:
+    """Of 64 channels: these, repeated."""
+    channels = list(sensitivities) * (64 // len(sensitivities))
+    return ChannelStatistics(channels, [peak] * 64)
+
+
+def factors_of(*heads: tuple[ChannelStatistics, ChannelStatistics]) -> LayerFactors:
+    """``heads``: keys and values."""
+    keys, values = zip(*heads, strict=True)
+    return Calibration.of_statistics(MODEL, [(keys, values)], {}).layers[0]
+
+
 def test_factors_make_all_elements_contribute_alike() -> None:
     # The typical (geometric mean) sensitivity is 4; four times as sensitive: half the error.
-    found = Calibration.of_sensitivities(MODEL, [([[4.0], [16.0]], [[1.0], [4.0]])], [(64, 64)], {}).layers[0]
-    assert found.keys == ((0.5,), (0.25,))
-    assert found.values == ((1.0,), (0.5,)), "the largest factor is 1"
+    found = factors_of((statistics(4.0), statistics(1.0)), (statistics(16.0), statistics(4.0)))
+    for kind in ("plain", "weighted"):
+        assert [getattr(head, kind) for head in found.keys] == [(0.5,), (0.25,)]
+        assert [getattr(head, kind) for head in found.values] == [(1.0,), (0.5,)], "the largest factor is 1"
+    assert all(head.weights == (0,) * 64 for head in (*found.keys, *found.values))
+
+
+def test_weights_make_all_channels_contribute_alike() -> None:
+    # A quarter of the sensitivity: twice the error.
+    found = factors_of((statistics(1.0, 16.0, 4.0, 4.0), statistics(4.0))).keys[0]
+    assert found.weights == (1, -1, 0, 0) * 16
+    # The mean of the sensitivities is 6.25. Weighted with the squares of the weights it is
+    # (4 * 1 + 16 / 4 + 4 + 4) / (4 + 1 / 4 + 1 + 1) = 2.56.
+    typical = math.sqrt(2.56 * 4)
+    assert found.weighted == pytest.approx((0.5 * math.sqrt(typical / 2.56),), abs=1e-5)
+    assert found.plain == pytest.approx((0.5 * math.sqrt(math.sqrt(6.25 * 4) / 6.25),), abs=1e-5)
+
+
+def test_weights_are_limited_and_channels_without_effect_have_the_largest() -> None:
+    found = factors_of((statistics(4.0**9, 4.0**3, 4.0**3, 0.0), statistics(1.0))).keys[0]
+    assert found.weights == (-2, 2, 2, 2) * 16
+
+
+def test_large_channels_have_weights_for_which_their_integers_are_possible() -> None:
+    channels = [64.0] + [1.0] * 63
+    small, large = (
+        factors_of((ChannelStatistics(channels, [peak] + [0.1] * 63), statistics(1e-6))).keys[0]
+        for peak in (0.2, 0.5)
+    )
+    assert small.weights == (-2, *[0] * 63)
+    assert large.weights == (-1, *[0] * 63)
+    bound = max(0.02, 0.2 * large.weighted[0])
+    step = bound * math.sqrt(12 / sum(4.0**each for each in large.weights))
+    assert 127 * step * 2.0**-2 < 0.5 <= 127 * step * 2.0**-1
 
 
 def test_a_head_without_any_effect_has_the_largest_bound() -> None:
-    found = Calibration.of_sensitivities(MODEL, [([[0.0]], [[1.0]])], [(64, 64)], {}).layers[0]
-    assert found == LayerFactors(64, 64, ((1.0,),), ((0.5,),))
+    found = factors_of((statistics(0.0), statistics(1.0)))
+    assert found == LayerFactors((head_of(1.0),), (head_of(0.5),))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
 def test_impossible_sensitivities_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="not finite"):
-        Calibration.of_sensitivities(MODEL, [([[1.0]], [[wrong]])], [(64, 64)], {})
+        factors_of((statistics(1.0), statistics(1.0, wrong)))
     with pytest.raises(ValueError, match="all of them are zero"):
-        Calibration.of_sensitivities(MODEL, [([[0.0]], [[0.0]])], [(64, 64)], {})
+        factors_of((statistics(0.0), statistics(0.0)))
 
 
 def test_a_file_has_the_same_factors_and_digest(tmp_path: Path) -> None:
@@ -67,8 +127,8 @@ def test_a_file_has_the_same_factors_and_digest(tmp_path: Path) -> None:
         (b"", "is not a calibration, or is damaged"),
         (b"[" * 100_000, "is not a calibration, or is damaged"),
         (b"[]", "is not a calibration"),
-        (b'{"format": "kv-offload calibration", "version": 2}', "has version 2, this release reads 1"),
-        (b'{"format": "kv-offload calibration", "version": 1}', "is damaged ('layers')"),
+        (b'{"format": "kv-offload calibration", "version": 1}', "has version 1, this release reads 2"),
+        (b'{"format": "kv-offload calibration", "version": 2}', "is damaged ('layers')"),
     ],
 )
 def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -111,16 +171,21 @@ def test_every_changed_character_of_a_file_is_detected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"keys": [[0.5]]},  # fewer heads than values
-        {"keys": [[0.5], []]},
-        {"keys": [[0.5], [0.5, 0.5]]},
-        {"keys": [[0.5], [0.0]]},
-        {"keys": [[0.5], [1.5]]},
-        {"keys": [[0.5], ["x"]]},
-        {"keys": [[0.5], [10**400]]},
-        {"key_size": 0},
-        {"key_size": "64"},
-        {"value_size": 65},
+        {"keys": [HEAD]},  # fewer heads than values
+        {"keys": []},
+        {"keys": [HEAD, {}]},
+        {"keys": [HEAD, HEAD | {"plain": [0.5, 0.5]}]},
+        {"keys": [HEAD, HEAD | {"weighted": []}]},
+        {"keys": [HEAD, HEAD | {"plain": [0.0]}]},
+        {"keys": [HEAD, HEAD | {"weighted": [1.5]}]},
+        {"keys": [HEAD, HEAD | {"weighted": ["x"]}]},
+        {"keys": [HEAD, HEAD | {"weighted": [10**400]}]},
+        {"keys": [HEAD, HEAD | {"weights": []}]},
+        {"keys": [HEAD, HEAD | {"weights": [0] * 63 + [3]}]},
+        {"keys": [HEAD, HEAD | {"weights": [0] * 63 + [0.5]}]},
+        {"keys": [HEAD, HEAD | {"weights": [0] * 63 + [True]}]},
+        {"keys": [HEAD, HEAD | {"weights": [0] * 65}]},
+        {"keys": [HEAD, HEAD | {"weights": [0] * 63}]},  # another size
     ],
 )
 def test_impossible_factors_are_refused_under_a_valid_digest(
@@ -159,24 +224,50 @@ def test_another_model_is_refused_and_the_operators_name_does_not_count() -> Non
             calibration().refuse_other_model({**MODEL, name: {"name": "x"}})
 
 
-def test_64_elements_with_several_factors_have_the_smallest() -> None:
+def block_of(layer: LayerFactors, page: PageLayout, heads: int = 1) -> list[tuple[float, bytes]]:
+    """Factor and weights of each 64 elements of a block."""
+    found = Calibration(MODEL, (layer,), {}).group_factors([([0], 0)], page, heads)
+    rows = [bytes([8]) * 64, *(found.weights[at : at + 64] for at in range(0, len(found.weights), 64))]
+    assert len(set(rows)) == len(rows)
+    return [(factor, rows[row]) for factor, row in found.shards[0]]
+
+
+def test_64_elements_with_several_factors_have_the_smallest_and_the_weights_of_their_channels() -> None:
     # Heads of 96 channels: 64 and 32 of the keys, then of the values; 192 elements are three groups.
-    layer = LayerFactors(96, 96, ((0.8, 0.6),), ((0.4, 0.9),))
-    made = Calibration(MODEL, (layer,), {})
+    octaves = [-2, -1, 0, 1, 2, 1] * 16
+    keys = HeadFactors((0.7, 0.7), (0.8, 0.6), tuple(octaves))
+    values = HeadFactors((0.1, 0.1), (0.4, 0.9), tuple(reversed(octaves)))
     page = PageLayout(192, 192, True, 2, 2 * 384)
-    assert made.block_factors([0], page, 0, 1) == [0.8, 0.4, 0.4] * 2
+    codes = bytes(8 + each for each in (*octaves, *reversed(octaves)))
+    expected = [(0.8, codes[:64]), (0.4, codes[64:128]), (0.4, codes[128:])]
+    assert block_of(LayerFactors((keys,), (values,)), page) == expected * 2
     # A head of 80 channels has 160 elements in a token.
-    odd = Calibration(MODEL, (LayerFactors(80, 80, ((0.8, 0.6),), ((0.4, 0.9),)),), {})
+    odd = LayerFactors(
+        (HeadFactors((0.5, 0.5), (0.8, 0.6), (1,) * 80),), (HeadFactors((0.5, 0.5), (0.4, 0.9), (-1,) * 80),)
+    )
     with pytest.raises(CalibrationError, match="not a multiple of 64 elements"):
-        odd.block_factors([0], PageLayout(160, 160, True, 2, 320), 0, 1)
-    assert len(odd.block_factors([0], PageLayout(160, 160, True, 2, 640), 0, 1)) == 5
+        block_of(odd, PageLayout(160, 160, True, 2, 320))
+    found = block_of(odd, PageLayout(160, 160, True, 2, 640))
+    assert b"".join(weights for _, weights in found) == (bytes([9]) * 80 + bytes([7]) * 80) * 2
 
 
-def test_a_run_of_several_tokens_has_the_smallest_factor_of_its_head() -> None:
-    layer = LayerFactors(128, 128, ((0.8, 0.6), (0.5, 0.7)), ((0.4, 0.9), (0.3, 0.2)))
+def test_a_run_of_several_tokens_has_the_smallest_factor_of_its_head_and_no_weights() -> None:
+    def head(*factors: float) -> HeadFactors:
+        return HeadFactors(factors, (0.01, 0.01), (1, -1) * 64)
+
+    layer = LayerFactors((head(0.8, 0.6), head(0.5, 0.7)), (head(0.4, 0.9), head(0.3, 0.2)))
     page = PageLayout(2 * 256, 2 * 256, True, 2, 2 * 2 * 512)
-    found = Calibration(MODEL, (layer,), {}).block_factors([0], page, 0, 2)
-    assert found == [0.6] * 4 + [0.4] * 4 + [0.5] * 4 + [0.2] * 4
+    expected = [0.6] * 4 + [0.4] * 4 + [0.5] * 4 + [0.2] * 4
+    assert block_of(layer, page, heads=2) == [(factor, bytes([8]) * 64) for factor in expected]
+
+
+def test_fp8_and_groups_with_too_many_weights_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LayerFactors((head_of(0.5, 0.3, (1, -1) * 32),), (head_of(0.4, 0.2, (-1, 1) * 32),))
+    plain = [(0.5, bytes([8]) * 64), (0.4, bytes([8]) * 64)]
+    assert block_of(layer, PageLayout(64, 64, True, 1, 128)) == plain
+    assert [factor for factor, _ in block_of(layer, PageLayout(128, 128, True, 2, 256))] == [0.3, 0.2]
+    monkeypatch.setattr("kv_offload.calibration._MOST_ROWS", 1)
+    assert block_of(layer, PageLayout(128, 128, True, 2, 256)) == plain
 
 
 def tier_of(**settings: Any) -> Any:
@@ -204,12 +295,22 @@ def test_the_setting_needs_one_bound(tmp_path: Path) -> None:
         tier_of(compress="lossy:0.16", calibration=" ")
 
 
-def test_the_core_rejects_impossible_factors() -> None:
+def test_the_core_rejects_impossible_factors_and_weights() -> None:
     tier = tier_of(compress="lossy:0.16").spec("fs", 1 << 30, FACTS)
-    tier.set_bound_factors([[0.5, 1.0], []], 2)
-    for factors, shards in (([[0.5, 0.0]], 2), ([[0.5, 1.5]], 2), ([[0.5]], 2)):
-        with pytest.raises(ValueError, match="bound factor"):
-            tier.set_bound_factors(factors, shards)
+    row = bytes([8]) * 64
+    tier.set_bound_factors([([[(0.5, 0), (1.0, 1)], []], row), None])
+    for block, weights, reason in (
+        ([(0.5, 0), (0.0, 0)], b"", "bound factor 0"),
+        ([(1.5, 0)], b"", "bound factor 1.5"),
+        ([(0.5, 2)], row, "row 2 of the weights: there are 1"),
+        ([(0.5, 1 << 16)], row, "row 65536 of the weights"),
+        ([(0.5, 0)], row[:-1], "63 weights: expected at most 4096 rows of 64"),
+        ([(0.5, 0)], row[:-1] + bytes([17]), "weight 17: expected at most 16"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            tier.set_bound_factors([([block], weights)])
+    with pytest.raises(ValueError, match="without shards"):
+        tier.set_bound_factors([([], b"")])
 
 
 @pytest.mark.timeout(1800)  # as in test_oracle.py

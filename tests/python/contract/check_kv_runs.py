@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ adapter.use_specs()
 from kv_offload.specs import compat, identity  # noqa: E402
 from kv_offload.specs.bound_factors import (  # noqa: E402
     HostCalibration,
-    HostFactors,
     factors_by_group,
     layer_ranges_of,
 )
@@ -32,9 +32,10 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
 from contract.parts import offloading_config  # noqa: E402
-from kv_offload.calibration import Calibration, CalibrationError, LayerFactors  # noqa: E402
+from kv_offload.calibration import Calibration, CalibrationError, HeadFactors, LayerFactors  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, WIDTH = 5, 3, 32, 64
+NO_WEIGHTS = bytes([8]) * 64
 NO_PAIRS = "not keys and values per head in bfloat16, float16 or fp8"
 LAYOUTS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "LHBNC": (1, 0, 2, 3)}
 
@@ -66,6 +67,7 @@ class Group:
         names = tuple(f"layer.{first_layer + number}" for number in range(len(caches)))
         config = offloading_config()
         self.config = replace(config, groups=(replace(config.groups[0], layer_names=names),))
+        self.is_weighted = backend != "CPU_ATTN"
         self.layers: dict[str, Any] = {}
         tensors, refs = [], []
         for name, cache, spec in zip(names, caches, specs or [spec_of()] * len(caches), strict=True):
@@ -117,9 +119,17 @@ class Group:
         parallel = SimpleNamespace(world_size=len(reports), tp_size=ranks, dcp_size=1)
         of = of or range(len(reports))
         shard_bytes = [[2 * len(self.layers) * page] * (shards * len(of) // len(reports))]
-        found = factors_by_group(calibration, shard_bytes, merged, [False], parallel, of)
-        assert found.shards == len(shard_bytes[0])
-        return found.by_group[0]
+        if stages:
+            layers = [len(stage.layers) for stage in stages for _ in range(ranks)]
+            shard_bytes = [[2 * layers[rank] * page for rank in of]]
+        (found,) = factors_by_group(calibration, shard_bytes, merged, [False], parallel, of)
+        assert found is not None
+        assert len(found.shards) == len(shard_bytes[0])
+        rows = [NO_WEIGHTS, *(found.weights[at : at + 64] for at in range(0, len(found.weights), 64))]
+        flat = [(factor, rows[row]) for shard in found.shards for factor, row in shard]
+        for factor, weights in flat:
+            assert weights == (weights_of(factor) if self.is_weighted else NO_WEIGHTS)
+        return [factor for factor, _ in flat]
 
     def first_pages(self, dtype: torch.dtype) -> torch.Tensor:
         """All blocks of the first layer as numbers."""
@@ -300,11 +310,21 @@ def test_a_window_includes_the_tokens_that_vllm_keeps_for_drafts(lookahead: int 
 def calibration_of(heads: int, layers: int = 1, size: int = WIDTH) -> Calibration:
     """Each head has a factor of its own for keys, and one for values."""
 
-    def factors(layer: int, kind: int) -> tuple[tuple[float, ...], ...]:
-        return tuple((factor(layer, kind, head),) * -(-size // 64) for head in range(heads))
+    def factors(layer: int, kind: int) -> tuple[HeadFactors, ...]:
+        known = [factor(layer, kind, head) for head in range(heads)]
+        octaves = [[code - 8 for code in weights_of(each)] for each in known]
+        return tuple(
+            HeadFactors((each,) * -(-size // 64), (each,) * -(-size // 64), tuple((2 * of_channels)[:size]))
+            for each, of_channels in zip(known, octaves, strict=True)
+        )
 
-    made = (LayerFactors(size, size, factors(layer, 0), factors(layer, 1)) for layer in range(layers))
+    made = (LayerFactors(factors(layer, 0), factors(layer, 1)) for layer in range(layers))
     return Calibration({}, tuple(made), {})
+
+
+def weights_of(factor: float) -> bytes:
+    """Weights of 64 channels that belong to this factor alone."""
+    return bytes(8 + each for each in random.Random(factor).choices((-1, 0, 1), k=64))
 
 
 def factor(layer: int, kind: int, head: int) -> float:
@@ -407,7 +427,7 @@ def test_the_factors_of_pipeline_stages_are_those_of_their_layers(monkeypatch: p
         assert [factor for part in found for factor in part] == expected
 
 
-def test_pipeline_stages_on_several_hosts_may_have_different_numbers_of_layers(
+def test_pipeline_stages_may_have_different_numbers_of_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = (
@@ -419,13 +439,14 @@ def test_pipeline_stages_on_several_hosts_may_have_different_numbers_of_layers(
         for layers in (range(0, 1), range(1, 4))
     )
     calibration = calibration_of(HEADS, layers=4)
+    expected = []
     for host, group in enumerate((first, second)):
         pages = [cache.tensor[0].view(torch.bfloat16) for cache in group.kv_caches.tensors]
+        expected += torch.cat(pages).view(-1, 64)[:, 0].tolist()
         monkeypatch.setattr(compat, "current_vllm_config", lambda group=group: group.vllm_config)
         found = group.factors(calibration, shards=2, stages=[first, second], of=range(host, host + 1))
         assert found == torch.cat(pages).view(-1, 64)[:, 0].tolist()
-    with pytest.raises(CalibrationError, match=r"in all pipeline stages of a host, not \[1, 3\]; set"):
-        second.factors(calibration, shards=2, stages=[first, second])
+    assert second.factors(calibration, shards=2, stages=[first, second]) == expected, "on one host"
 
 
 def test_layers_are_reported_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,10 +471,6 @@ def test_layers_are_reported_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
         ([[[0, 1]], [[0, 1]], [[2, 3]], None], "rank 3 has no calibration"),
         ([[[0, 1]], [[0, 1]], [[1, 2]], [[1, 2]]], "layer 1 is in the cache more than once"),
         ([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]], "layer 0 is in the cache more than once"),
-        (
-            [[[0, 1]], [[0, 1]], [[2, 2]], [[2, 2]]],
-            "in all pipeline stages of a host, not [2, 1]",
-        ),
         ([[[0, 1]], [[0, 1]], [[2, 2], [4, 4]], [[2, 2], [4, 4]]], "the calibration has no layer 4"),
         ([[[0, 1]], [[0, 1]], [[2, 3]], [[2, 1_000_000]]], "the calibration has no layer 1000000"),
         ([[[0, 1]], [[0, 1]], [[2, 3]], [[-1_000_000, 3]]], "the calibration has no layer -1000000"),
@@ -475,17 +492,29 @@ def test_a_calibration_is_refused_unless_each_layer_has_a_known_place(
     calibration = calibration_of(2 * HEADS, layers=4)
 
     def found(shard_bytes: Sequence[int]) -> Any:
-        return factors_by_group(calibration, [shard_bytes], merged, [False], parallel, range(4)).by_group
+        (group_factors,) = factors_by_group(calibration, [shard_bytes], merged, [False], parallel, range(4))
+        return group_factors
 
     with pytest.raises(CalibrationError, match="cache group 0: ") as refused:
         found([2 * page] * 4)
     assert reason in str(refused.value)
     # The same with layers in their places; then with shards that do not have the same blocks.
     merged["layers"] = [[[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]]
-    assert len(found([2 * page] * 4)[0]) == 4 * 2 * page // 128
-    for shards in ([2 * page] * 3 + [4 * page], [2 * page] * 3):
-        with pytest.raises(CalibrationError, match="4 ranks with shards of"):
-            found(shards)
+    assert [len(shard) for shard in found([2 * page] * 4).shards] == [2 * page // 128] * 4
+    with pytest.raises(CalibrationError, match="4 ranks with shards of"):
+        found([2 * page] * 3)
+    for wrong in (3 * page, 0):
+        with pytest.raises(
+            CalibrationError, match=f"a shard of {wrong} bytes is not whole blocks of 2 layers"
+        ):
+            found([2 * page] * 3 + [wrong])
+    # The last stage has fewer layers, or none.
+    merged["layers"] = [[[[0, 1]], [[0, 1]], [[2, 2]], [[2, 2]]]]
+    assert [len(shard) for shard in found([2 * page] * 2 + [page] * 2).shards] == [2 * page // 128] * 2 + [
+        page // 128
+    ] * 2
+    merged["layers"] = [[[[0, 1]], [[0, 1]], [], []]]
+    assert [len(shard) for shard in found([2 * page] * 2 + [0] * 2).shards] == [2 * page // 128] * 2 + [0] * 2
 
 
 def test_a_layer_in_two_cache_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +534,7 @@ def test_a_layer_in_two_cache_groups_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(CalibrationError, match="cache group 1: layer 0 is in the cache more than once"):
         found(False, False)
-    assert found(False, True).by_group[1] == []
+    assert found(False, True)[1] is None
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(3, {}), (2, {"dcp_size": 2}), (4, {"pcp_size": 2})])
@@ -529,9 +558,9 @@ def test_a_host_keeps_the_calibration_that_it_has_read(vllm_config: Any, tmp_pat
         asked: Any = SimpleNamespace(settings={"calibration": digest} if digest else {})
         return host.factors(asked, [True])
 
-    assert factors(first.digest) == HostFactors(([],), 1)
+    assert factors(first.digest) == (None,)
     calibration_of(HEADS, layers=2).write(path)
-    assert factors(first.digest) == HostFactors(([],), 1), "of the file that has replaced it"
+    assert factors(first.digest) == (None,), "of the file that has replaced it"
     # The scheduler's text comes over the network.
     for other in ("", "x" * 20_000, ["x"] * 5000, first.digest[:-1]):
         shown = str(other or "none")[:64]

@@ -3,6 +3,7 @@
 and the sensitivities that it computes."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,10 @@ adapter.use_specs()
 
 from kv_offload.specs import identity  # noqa: E402
 
-from kv_offload.calibration import Calibration, LayerFactors  # noqa: E402
+from kv_offload.calibration import Calibration, HeadFactors, LayerFactors  # noqa: E402
 from kv_offload.cli import app, calibrate_command  # noqa: E402
 from kv_offload.model_identity import model_identity  # noqa: E402
-from kv_offload.sensitivity import _lowered, sensitivities  # noqa: E402
+from kv_offload.sensitivity import _lowered, channel_statistics  # noqa: E402
 
 MODEL = {"name": "org/model", "revision": "abc"}
 SEGMENT = calibrate_command.PREFIX + calibrate_command.EVALUATED
@@ -52,43 +53,73 @@ def tiny_model() -> Any:
 def test_sensitivities_predict_the_divergence() -> None:
     model = tiny_model()
     ids = torch.randint(0, 64, (1, 160), generator=torch.Generator().manual_seed(5))
-    found, sizes = sensitivities(model, ids.tolist(), 96, draws=16)
-    assert sizes == [(64, 64)] * 2
+    found = channel_statistics(model, ids.tolist(), 96, draws=16)
     assert [len(heads) for layer in found for heads in layer] == [2] * 4
+    assert {len(each) for layer in found for heads in layer for head in heads for each in head} == {64}
 
-    def log_probabilities(layer: int, kind: int, head: int, error: float, seed: int) -> Any:
+    def log_probabilities(
+        layer: int, kind: int, head: int, error: float, seed: int, channels: list[int]
+    ) -> Any:
         cache = DynamicCache()
         with torch.no_grad():
             model(ids[:, :96], past_key_values=cache)
             numbers = (cache.layers[layer].keys, cache.layers[layer].values)[kind][0, head]
             noise = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(seed))
-            numbers += error * noise * numbers.norm(dim=-1, keepdim=True) / 8
+            noise *= error * numbers.norm(dim=-1, keepdim=True) / 8
+            numbers[:, channels] += noise[:, channels]
             return torch.log_softmax(model(ids[:, 96:], past_key_values=cache).logits[0], -1)
 
-    exact = log_probabilities(0, 0, 0, 0, 0)
+    everything = list(range(64))
+    exact = log_probabilities(0, 0, 0, 0, 0, everything)
     for layer, kind, head in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)):
         error = 0.02
-        divergences = [
-            float((exact.exp() * (exact - log_probabilities(layer, kind, head, error, seed))).sum(-1).mean())
-            for seed in range(6)
-        ]
-        (expected,) = found[layer][kind][head]
-        ratio = sum(divergences) / len(divergences) / error**2 / expected
-        assert 0.6 < ratio < 1.6, (layer, kind, head, ratio)
+        known = found[layer][kind][head].sensitivities
+        order = sorted(everything, key=lambda channel: known[channel])
+        for channels in (everything, order[:32], order[32:]):
+            divergences = [
+                float((exact.exp() * (exact - changed)).sum(-1).mean())
+                for changed in (
+                    log_probabilities(layer, kind, head, error, seed, channels) for seed in range(6)
+                )
+            ]
+            expected = sum(known[channel] for channel in channels)
+            ratio = sum(divergences) / len(divergences) / error**2 / expected
+            assert 0.6 < ratio < 1.6, (layer, kind, head, len(channels), ratio)
+        assert sum(known[channel] for channel in order[32:]) > 1.2 * sum(
+            known[channel] for channel in order[:32]
+        )
+
+
+def test_peaks_are_the_largest_parts_of_the_norm() -> None:
+    model = tiny_model()
+    ids = torch.randint(0, 64, (1, 160), generator=torch.Generator().manual_seed(5))
+    (first, _) = channel_statistics(model, ids.tolist(), 96, draws=1)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids[:, :96], past_key_values=cache)
+    keys = cache.layers[0].keys[0, 1]
+    largest = (keys.abs() / keys.norm(dim=-1, keepdim=True)).amax(0)
+    peaks = torch.tensor(first[0][1].peaks)
+    assert (peaks <= largest + 1e-6).all()
+    assert (peaks >= 0.9 * largest).all()
 
 
 def test_the_errors_of_small_tokens_are_lowered_as_by_the_encoder() -> None:
     sizes = torch.ones(1, 40)
     sizes[0, 3] = 1 / 8
     sizes[0, 20] = 0.8  # less than half an octave below the mean
+    sizes[0, 21] = 4  # above the mean
     sizes[0, 32:] = 1 / 8  # all tokens of the last tile, which is not whole
     sizes[0, 33] = 0
     lowered = _lowered(sizes**2)
     expected = torch.ones(1, 40)
-    expected[0, 3] = 2.0 ** (3 * (0.5 - 3 + 3 / 16))
-    expected[0, 33] = lowered[0, 33]
+    mean = 3 / 16
+    expected[0, :16] = 2.0 ** (-0.75 * mean)
+    expected[0, 3] = 2.0 ** (3 * (0.5 - 3 + mean))
+    mean = (2 + math.log2(0.8)) / 16
+    expected[0, 20] = 1
+    expected[0, 21] = 2.0 ** (-0.75 * (2 - mean))
     assert torch.allclose(lowered, expected, rtol=1e-4)
-    assert 0 <= lowered[0, 33] < 1e-6
 
 
 class Tokenizer:
@@ -117,7 +148,8 @@ def test_the_command_writes_a_calibration_of_the_model(tmp_path: Path) -> None:
     assert json.loads(result.output)["digest"] == found.digest
     assert [(layer.key_size, len(layer.keys)) for layer in found.layers] == [(64, 2)] * 2
     assert found.made_of["tokens"] == 2 * SEGMENT
-    assert len({each for layer in found.layers for head in layer.keys for each in head}) > 1
+    assert len({head.weighted for layer in found.layers for head in layer.keys}) > 1
+    assert len({each for layer in found.layers for head in layer.keys for each in head.weights}) > 1
 
 
 @pytest.mark.usefixtures("loaded")
@@ -163,7 +195,8 @@ def test_a_calibration_in_the_directory_of_the_model_is_refused(tmp_path: Path) 
 
 def measured(_: Any, __: Any, identity: dict[str, Any], *___: Any, **____: Any) -> Calibration:
     """A calibration without a measurement."""
-    return Calibration(identity, (LayerFactors(64, 64, ((1.0,),), ((1.0,),)),), {})
+    head = HeadFactors((1.0,), (1.0,), (0,) * 64)
+    return Calibration(identity, (LayerFactors((head,), (head,)),), {})
 
 
 def test_the_identity_has_the_code_of_other_repositories(
@@ -251,4 +284,4 @@ def test_a_model_without_keys_and_values_per_head_is_refused(
             forward(past_key_values)
 
     with pytest.raises(ValueError, match=reason):
-        sensitivities(Model(), [[0] * 8], 4)
+        channel_statistics(Model(), [[0] * 8], 4)
