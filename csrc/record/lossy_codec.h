@@ -53,7 +53,7 @@ struct ErrorBounds {
 class LossyCodec {
  public:
   // Possible bounds. Below the first, the integers of many groups would need more than 8 bits.
-  static constexpr double kLeastError = 0.02, kMostError = 0.5;
+  static constexpr double kLeastError = 0.02, kMostError = 0.6;
 
   static constexpr bool handles(Element element) { return element != Element::kBytes; }
   // Rounds a loss or a bound up to float32, so that comparing the results compares the arguments.

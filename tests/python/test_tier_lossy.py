@@ -64,7 +64,7 @@ def test_a_separate_bound_for_values_reaches_the_core_and_the_startup_summary(tm
 @pytest.mark.parametrize(
     "error",
     [
-        *("", "0", "0.019", "0.51", "-0.1", "nan", "inf", "1e9", "0.05x", "much"),
+        *("", "0", "0.019", "0.61", "-0.1", "nan", "inf", "1e9", "0.05x", "much"),
         *(":", "0.05:", ":0.05", "0.05:0.6", "0.01:0.05", "0.05:nan", "0.05:0.1:0.2", "0.05,values=0.1"),
     ],
 )
