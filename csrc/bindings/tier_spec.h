@@ -66,9 +66,8 @@ inline void require_core(const char* module) {
       py::hasattr(core, "tier_interface") ? std::string(py::str(core.attr("tier_interface"))) : "none";
   if (theirs == tier_interface()) return;
   throw_invalid(
-      "{} was compiled with other headers than the installed vllm-kv-offload (tier interface {}, installed "
-      "{}): "
-      "compile it again",
+      "{} was compiled with other headers than the installed vllm-kv-offload (tier interface {}, "
+      "installed {}): compile it again",
       module, tier_interface(), theirs);
 }
 

@@ -39,7 +39,7 @@ void NeighbourMapper::run() {
   }
 }
 
-// Registering an area with CUDA takes up to seconds, so stop() waits for the current area only.
+// stop() waits for the current area only: a copier may register each with CUDA.
 void NeighbourMapper::follow() {
   const auto change = [this](std::span<std::byte> area, bool mapped) {
     return mapped ? copier_.add_neighbour(area) : copier_.remove_neighbour(area);
