@@ -427,8 +427,8 @@ void HostLinks::Impl::join(Link& link, ByteSpan body) {
   if (given->num_areas != region->num_areas()) {
     throw_invalid(
         "it reports {} areas of host memory for the engine's {} ranks and this host {}, so the hosts "
-        "disagree on the ranks that hold the same KV cache (MLA): start the same model with the same settings "
-        "and the same vLLM on all hosts",
+        "disagree on the ranks that hold the same KV cache (MLA): start the same model with the same "
+        "settings and the same vLLM on all hosts",
         given->num_areas, given->num_workers, region->num_areas());
   }
   check("size of a rank's area", given->area_bytes, region->area_bytes());
