@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 __version__: str
+tier_interface: str  # of the headers that the core was compiled with; see bindings/tier_spec.h
 
 class ResourceError(RuntimeError):
     """A missing resource: names the requested and available amounts and the setting to change."""

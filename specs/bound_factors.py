@@ -67,7 +67,7 @@ class HostCalibration:
         if self._read is None:
             return None
         ranks = [self._region.geometry(rank) for rank in self._ranks]
-        merged = merge_fingerprints([text for _, text in ranks])
+        merged = merge_fingerprints([text for _, text in ranks], first_rank=self._ranks.start)
         shard_bytes = list(zip(*(shards for shards, _ in ranks), strict=True))
         return factors_by_group(self._read, shard_bytes, merged, exact, self._parallel, self._ranks)
 

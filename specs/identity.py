@@ -253,28 +253,29 @@ def groups_of_states(config: Any) -> list[bool]:
         return [False] * len(config.groups)
 
 
-def merge_fingerprints(texts: Sequence[str], ranks_per_area: int = 1) -> dict[str, Any]:
-    """Merges the fingerprints of all ranks: rank 0's values, and the windows that any rank reports.
+def merge_fingerprints(texts: Sequence[str], ranks_per_area: int = 1, first_rank: int = 0) -> dict[str, Any]:
+    """Merges the fingerprints of ranks: the values of the first, and the windows that any rank reports.
 
-    ``ranks_per_area``: as many consecutive ranks hold the same bytes. Raises ValueError if two ranks differ
-    in a value that must be equal.
+    ``ranks_per_area``: as many consecutive ranks hold the same bytes. ``first_rank``: of ``texts``. Raises
+    ValueError if a fingerprint is malformed, or if two ranks differ in a value that must be equal.
     """
-    ranks = [json.loads(text) for text in texts]
+    ranks = _read_fingerprints(texts, first_rank)
     merged = dict(ranks[0])
     for key in ("hash_algorithm", "model", "canonical", "blocks_per_chunk"):
-        for rank, fingerprint in enumerate(ranks):
+        for rank, fingerprint in enumerate(ranks, first_rank):
             if fingerprint.get(key) != merged.get(key):
                 raise ValueError(
-                    f"rank {rank} has {key} {fingerprint.get(key)!r}, rank 0 has {merged.get(key)!r}; "
-                    "all ranks of one engine must be started with the same settings"
+                    f"rank {rank} has {key} {fingerprint.get(key)!r}, rank {first_rank} has "
+                    f"{merged.get(key)!r}; all ranks of one engine must be started with the same settings"
                 )
-    for rank, fingerprint in enumerate(ranks):
-        first = rank - rank % ranks_per_area
+    for at, fingerprint in enumerate(ranks):
+        first = at - at % ranks_per_area
         for key, what in (("shard", "layers"), ("settings", "settings of the cache")):
             if fingerprint[key] != ranks[first][key]:
                 raise ValueError(
-                    f"rank {rank} has other {what} than rank {first}, although vLLM declares that both hold "
-                    f"the same KV cache: {fingerprint[key]!r} and {ranks[first][key]!r}"
+                    f"rank {first_rank + at} has other {what} than rank {first_rank + first}, although vLLM "
+                    f"declares that both hold the same KV cache: {fingerprint[key]!r} and "
+                    f"{ranks[first][key]!r}; start all ranks with the same settings and the same vLLM"
                 )
     merged["settings"] = dict(merged["settings"])
     if any(
@@ -290,6 +291,90 @@ def merge_fingerprints(texts: Sequence[str], ranks_per_area: int = 1) -> dict[st
     return merged | _merged_groups(ranks)
 
 
+def _read_fingerprints(texts: Sequence[str], first_rank: int) -> list[dict[str, Any]]:
+    """Raises ValueError unless all texts are results of worker_fingerprint for as many cache groups.
+
+    The texts of other hosts come over the network, from a build that may be another one.
+    """
+    found: list[dict[str, Any]] = []
+    groups: set[int] = set()
+    for rank, text in enumerate(texts, first_rank):
+        try:
+            fingerprint = json.loads(text)
+        except (ValueError, RecursionError):
+            fingerprint = None
+        wrong = ["JSON"] if not isinstance(fingerprint, dict) else _malformed_fields(fingerprint)
+        if not wrong:
+            groups |= {len(fingerprint[key]) for key in _GROUP_FIELDS if fingerprint.get(key)}
+            if len(groups) > 1:
+                wrong = ["number of cache groups"]
+        if wrong:
+            raise ValueError(
+                f"rank {rank} reports a cache layout that this process cannot read (its {', '.join(wrong)}): "
+                "install the same release of vllm-kv-offload and of vLLM on all hosts"
+            )
+        found.append(fingerprint)
+    return found
+
+
+def _malformed_fields(fingerprint: Mapping[str, Any]) -> list[str]:
+    """Returns the fields that worker_fingerprint does not write like this."""
+    wrong = [key for key, is_valid in _FIELDS.items() if not is_valid(fingerprint.get(key))]
+    for key, is_valid in _GROUP_FIELDS.items():
+        values = fingerprint.get(key)
+        if values is not None and not (isinstance(values, list) and all(map(is_valid, values))):
+            wrong.append(key)
+    return wrong
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0  # JSON's true is an int too
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_order(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and type(value[1]) is bool and _is_range(value[::2])
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_canonical(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return value is None
+    sizes = [value.get("shards"), value.get("shards_per_area")]
+    return all(_is_number(size) and size for size in sizes) and _is_text(value.get("pages"))
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "copier": _is_text,
+    "cache_blocks": _is_number,
+    "shard": _is_text,
+    "settings": lambda value: isinstance(value, dict),
+    "model": lambda value: value is None or isinstance(value, dict),
+    "unread": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "canonical": _is_canonical,
+}
+# Of each cache group. A rank without a calibration has no head_orders and layers. A text is the reason why
+# the layout or the layers of a group are not known.
+_GROUP_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "windowed": _is_flag,
+    "elements": _is_text,
+    "may_lose": _is_flag,
+    "kv_runs": lambda value: _is_text(value) or _is_range(value),
+    "head_orders": lambda value: _is_text(value) or _is_order(value),
+    "layers": lambda value: _is_text(value) or (isinstance(value, list) and all(map(_is_range, value))),
+}
+
+
 def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the values that fingerprints have for each cache group.
 
@@ -303,11 +388,13 @@ def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     # Empty for a rank without a calibration, which the host of that rank refuses if the others have one.
     orders = [fingerprint["head_orders"] for fingerprint in ranks if fingerprint.get("head_orders")]
-    layers = [fingerprint.get("layers") or () for fingerprint in ranks]
+    elements = by_group("elements")
+    unknown: list[Any] = [None] * len(elements)
+    layers = [fingerprint.get("layers") or unknown for fingerprint in ranks]
 
     return {
         "windowed": [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None,
-        "elements": [names[0] if len(set(names)) == 1 else "bytes" for names in by_group("elements")],
+        "elements": [names[0] if len(set(names)) == 1 else "bytes" for names in elements],
         "may_lose": [all(flags) for flags in by_group("may_lose")],
         "kv_runs": [_merged_runs(runs) for runs in by_group("kv_runs")],
         # A rank that does not know the layout of a group gives the reason instead.
@@ -315,7 +402,8 @@ def _merged_groups(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             next((reason for reason in runs if isinstance(reason, str)), "the ranks have different layouts")
             for runs in by_group("kv_runs")
         ],
-        "head_orders": [_merged_order(found) for found in zip(*orders, strict=True)],
+        "head_orders": [_merged_order(found) for found in zip(*orders, strict=True)]
+        or ["no rank reports its heads"] * len(elements),
         # A calibration needs those of each rank.
         "layers": [list(reports) for reports in itertools.zip_longest(*layers)],
     }

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_offload import __version__
-from kv_offload.calibration import Calibration
+from kv_offload.calibration import Calibration, CalibrationError
 from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
 from kv_offload.machine import KEPT_REGIONS, cautions, tier_bounds
@@ -125,7 +125,8 @@ class KVOffloadSpec(OffloadingSpec):
         metrics = _core.Metrics()
         plan = self._tier_plan(identity, merged)
         part = "" if hosts is None else hosts.part
-        factors = None if calibration is None else self._factors(calibration, plan, merged, hosts)
+        sharing = region.ranks_per_area
+        factors = None if calibration is None else self._factors(calibration, plan, merged, hosts, sharing)
         tiers = plan.specs(options, bounds, part, factors)
         watches = self._watch_removals(tiers, hosts)
         identity = identity.with_part(part)
@@ -338,9 +339,23 @@ class KVOffloadSpec(OffloadingSpec):
         return TierPlan(identity, tuple(merged["elements"]), tuple(exact_groups), kv_runs, settings)
 
     def _factors(
-        self, calibration: Calibration, plan: TierPlan, merged: Mapping[str, Any], hosts: Hosts | None
+        self,
+        calibration: Calibration,
+        plan: TierPlan,
+        merged: Mapping[str, Any],
+        hosts: Hosts | None,
+        ranks_per_area: int,
     ) -> HostFactors:
-        """Returns the factors for the shards of this host. Raises CalibrationError."""
+        """Returns the factors for the shards of this host. Raises CalibrationError.
+
+        A shard is the part of one rank. Ranks that share an area hold the same bytes, which is one shard.
+        Their cache (MLA) has no keys and values per head, so no lossy group is expected there.
+        """
+        if ranks_per_area > 1 and not all(plan.exact_groups):
+            raise CalibrationError(
+                f"a calibration needs ranks with different KV heads, and {ranks_per_area} ranks hold the "
+                'same KV cache here: remove "calibration" on all hosts'
+            )
         shard_bytes = [group.shard_bytes for group in plan.identity.groups]
         parallel = self.config.parallel
         ranks = range(parallel.world_size)

@@ -62,15 +62,21 @@ class TierPlan:
 
     @classmethod
     def of_text(cls, text: str) -> "TierPlan":
-        """Raises ValueError, TypeError or KeyError for other texts."""
-        plan: dict[str, Any] = json.loads(text)
-        return cls(
-            NamespaceIdentity.of_fields(plan["identity"]),
-            tuple(plan["elements"]),
-            tuple(plan["exact_groups"]),
-            tuple((keys, values) for keys, values in plan["kv_runs"]),
-            dict(plan["settings"]),
-        )
+        """Raises ValueError for other texts."""
+        try:
+            plan: dict[str, Any] = json.loads(text)
+            return cls(
+                NamespaceIdentity.of_fields(plan["identity"]),
+                tuple(plan["elements"]),
+                tuple(plan["exact_groups"]),
+                tuple((keys, values) for keys, values in plan["kv_runs"]),
+                dict(plan["settings"]),
+            )
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"it cannot read the order of the scheduler's host ({type(error).__name__}: {error}): "
+                "install the same release of vllm-kv-offload on all hosts"
+            ) from error
 
     def refuse_other_settings(self, options: OffloadConfig) -> None:
         """Raises ValueError if this host's ``options`` differ from those of the scheduler's host."""

@@ -140,6 +140,7 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
 }
 
 void bind_tier(py::module_& module) {
+  module.attr("tier_interface") = tier_interface();
   py::class_<TierSpec, std::shared_ptr<TierSpec>>(module, "TierSpec")
       .def_property(
           "write_policy", [](const TierSpec& self) { return write_policy_text(self.slot); },

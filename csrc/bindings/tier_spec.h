@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "bindings/bindings.h"
 #include "cache/tiered_cache.h"
 #include "record/record.h"
 #include "record/record_form.h"
@@ -48,6 +49,27 @@ struct TierSpec {
   // Reads the keys; throws like EncryptionKeys::from_files.
   RecordFormOptions form() const;
 };
+
+// Identifies the types that the core shares with a tier in another extension module. The sizes detect changed
+// members; raise the number when a virtual function of Tier, TierSpec or a store is changed.
+inline std::string tier_interface() {
+  constexpr int kVirtualFunctions = 1;
+  return fmt::format("{} {} {} {} {} {} {} {} {} {}", kVirtualFunctions, sizeof(TierSpec), sizeof(TierOp),
+                     sizeof(Completion), sizeof(TierUse), sizeof(TierRemoval), sizeof(LookupOptions),
+                     sizeof(TierStats), sizeof(TierAvailability), sizeof(TierPart));
+}
+// Imports the core into a module with a tier, before the module defines its types. Throws InvalidArgument
+// unless both were compiled with the same headers: otherwise the process would crash when it opens the tier.
+inline void require_core(const char* module) {
+  const py::object core = py::module_::import("kv_offload._core");
+  const std::string theirs =
+      py::hasattr(core, "tier_interface") ? std::string(py::str(core.attr("tier_interface"))) : "none";
+  if (theirs == tier_interface()) return;
+  throw_invalid(
+      "{} was compiled with other headers than the installed vllm-kv-offload (tier interface {}, "
+      "installed {}): compile it again",
+      module, tier_interface(), theirs);
+}
 
 // Opens all of them; epochs: by tier, or empty. Called without the GIL. Throws like TierSpec::open.
 std::vector<std::unique_ptr<Tier>> open_all(const std::vector<std::shared_ptr<TierSpec>>& tiers,

@@ -424,7 +424,13 @@ void HostLinks::Impl::join(Link& link, ByteSpan body) {
   }
   check("cpu_bytes_to_use", given->bytes, region->options().bytes);
   check("number of ranks", given->num_workers, region->options().num_workers);
-  check("number of areas", given->num_areas, region->num_areas());
+  if (given->num_areas != region->num_areas()) {
+    throw_invalid(
+        "it reports {} areas of host memory for the engine's {} ranks and this host {}, so the hosts "
+        "disagree on the ranks that hold the same KV cache (MLA): start the same model with the same "
+        "settings and the same vLLM on all hosts",
+        given->num_areas, given->num_workers, region->num_areas());
+  }
   check("size of a rank's area", given->area_bytes, region->area_bytes());
   if (given->first_rank != link.host.first_rank || given->local_ranks != link.host.ranks) {
     throw_invalid("it has {} ranks from rank {} on; {} from rank {} on were expected", given->local_ranks,

@@ -155,7 +155,14 @@ ControlPage::ControlPage(std::byte* base, const Sizes& mine)
   const Sizes& other = header().sizes;
   check_equal("cpu_bytes_to_use", mine.bytes, other.bytes);
   check_equal("the number of workers", mine.num_workers, other.num_workers);
-  check_equal("the number of areas", mine.num_areas, other.num_areas);
+  if (mine.num_areas != other.num_areas) {
+    throw_invalid(
+        "this process reports {} areas of host memory for the engine's {} ranks, and the process that made "
+        "the host memory region (of ranks {} to {}) reports {}, so the ranks disagree on which of them hold "
+        "the same KV cache (MLA): start all ranks with the same model, settings and vLLM",
+        mine.num_areas, mine.num_workers, other.first_rank, other.first_rank + other.local_ranks - 1,
+        other.num_areas);
+  }
   check_equal("the size of an area", mine.area_bytes, other.area_bytes);
   check_equal("the first rank of this host", mine.first_rank, other.first_rank);
   // A scheduler that starts before its ranks knows of no other host and creates a region for all ranks.

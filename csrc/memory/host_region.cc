@@ -714,10 +714,12 @@ std::string HostRegion::Impl::map_neighbour(std::uint32_t slot, const NeighbourA
   return {};
 }
 
-std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& change) {
+std::vector<std::string> HostRegion::map_neighbours(const NeighbourChange& change,
+                                                    const std::function<bool()>& is_stopped) {
   std::vector<std::string> problems;
   Impl& impl = *impl_;
   for (std::uint32_t slot = 0; slot < impl.neighbour_slots(); ++slot) {
+    if (is_stopped && is_stopped()) break;
     MappedNeighbour& mapped = impl.neighbours[slot];
     const auto wanted = impl.control.neighbour(slot);
     if (!wanted) continue;

@@ -279,7 +279,9 @@ class HostRegion {
   // problems of areas that cannot be mapped (equal ones of a request are reported once).
   static constexpr std::uint32_t kFirstPause = 16, kMostPause = 1024;
   using NeighbourChange = std::function<Status(std::span<std::byte> area, bool mapped)>;
-  std::vector<std::string> map_neighbours(const NeighbourChange& change = {});
+  // `is_stopped` is called before each neighbour: from the first true on, nothing more is mapped or unmapped.
+  std::vector<std::string> map_neighbours(const NeighbourChange& change = {},
+                                          const std::function<bool()>& is_stopped = {});
   // Worker: enters up to `bytes` of the mapped neighbours' memory into this process's page tables, so that a
   // load does not fault on each page. Stops at memory that the neighbour has not allocated yet, and allocates
   // none. Returns the bytes entered. A kernel before 5.14 cannot do this: 0.

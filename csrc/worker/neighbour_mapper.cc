@@ -39,13 +39,20 @@ void NeighbourMapper::run() {
   }
 }
 
+// stop() waits for the current area only: a copier may register each with CUDA.
 void NeighbourMapper::follow() {
-  for (const std::string& problem : region_.map_neighbours([this](std::span<std::byte> area, bool mapped) {
-         return mapped ? copier_.add_neighbour(area) : copier_.remove_neighbour(area);
-       })) {
+  const auto change = [this](std::span<std::byte> area, bool mapped) {
+    return mapped ? copier_.add_neighbour(area) : copier_.remove_neighbour(area);
+  };
+  for (const std::string& problem : region_.map_neighbours(change, [this] { return is_closing(); })) {
     log_(problem);
   }
-  region_.fault_in_neighbours(kFaultInBytes);
+  if (!is_closing()) region_.fault_in_neighbours(kFaultInBytes);
+}
+
+bool NeighbourMapper::is_closing() {
+  MutexLock lock(mutex_);
+  return closing_;
 }
 
 }  // namespace kv_offload

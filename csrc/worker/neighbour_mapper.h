@@ -30,6 +30,7 @@ class NeighbourMapper {
  private:
   void run();
   void follow();
+  bool is_closing() EXCLUDES(mutex_);
 
   HostRegion& region_;
   BlockCopier& copier_;

@@ -145,7 +145,8 @@ def test_put_records_are_read_back_and_existing_ones_stay(buffer: Buffer, sessio
     store = Scripted(completes=sessions)
     records = Records(store)
     assert records.put("a", buffer.address, buffer.fill(b"first")) == 5
-    assert records.put("a", buffer.address, buffer.fill(b"other")) == 5
+    again = records.put("a", buffer.address, buffer.fill(b"other"))
+    assert again == (0 if sessions else 5), "only a session reports that it sent nothing"
     assert store.objects["a"] == b"first"
     for expected in (0, 3, 5, 9):
         buffer.fill(bytes(9))
@@ -291,7 +292,8 @@ def test_mooncakes_own_store_behaves_as_the_scripted_one(
     value = bytes(range(256)) * 100
     assert records.put("a", buffer.address, buffer.fill(value)) == len(value)
     assert records._puts_in_sessions == (files is None)
-    assert records.put("a", buffer.address, buffer.fill(bytes(len(value)))) == len(value)
+    again = records.put("a", buffer.address, buffer.fill(bytes(len(value))))
+    assert again == (0 if files is None else len(value))
     for expected in (0, len(value) - 1, len(value), len(value) + 1):
         buffer.fill(bytes(ROOM))
         assert records.get("a", buffer.address, ROOM, expected) == len(value), expected

@@ -3,6 +3,7 @@
 
 import ast
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,23 @@ def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None
     assert tiers.entry_at("tape=1") == tiers.kind_of_tier("disk").entry("tape=1"), "no kind: a directory"
     with pytest.raises(ValueError, match="a tier of type 'toy' takes no size"):
         toy.entry("shelf", "1GiB")
+
+
+@pytest.mark.parametrize("installed", ["older", None])
+def test_an_extension_of_other_headers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None
+) -> None:
+    import toy_tier
+
+    from kv_offload import _core
+
+    monkeypatch.delitem(sys.modules, "kv_offload_toy_tier", raising=False)
+    if installed is None:
+        monkeypatch.delattr(_core, "tier_interface", raising=False)
+    else:
+        monkeypatch.setattr(_core, "tier_interface", installed, raising=False)
+    with pytest.raises(ImportError, match=f"installed {installed or 'none'}.: compile it again"):
+        toy_tier.extension()
 
 
 @pytest.mark.timeout(1800)  # as in test_oracle.py

@@ -157,10 +157,15 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
       call(&channel, replace ? Verb::kSet : Verb::kPut, {&key, 1}, record.bytes(), until, &answer);
   if (channel) client_.give_back(std::move(channel));
   if (!status || answer.result < 0) {
-    // A put of an existing object sends nothing and returns the same result as a real write. Therefore the
+    // A plain put of an existing object sends nothing and returns the result of a real write. Therefore the
     // next writes check first, which shows whether writing works again.
     existence_check_.restart();
     return status ? refusal_of_write(answer) : status;
+  }
+  // 0: the object existed, and nothing was sent. A put without a session cannot detect that.
+  if (answer.result == 0) {
+    existence_check_.record_result(true);
+    return Status::ok();
   }
   *moved = record.written();
   return Status::ok();

@@ -55,12 +55,12 @@ class Records:
         self._putting: set[str] = set()  # names with an open session
 
     def put(self, name: str, address: int, size: int) -> int:
-        """Stores a record unless the object exists.
+        """Stores a record unless the object exists. Returns its size, or 0 if a session found the object.
 
-        Returns NOT_COMPLETE if another client started to write it and has not finished, even if that client
-        was killed. The result of a session is not verified: if the storage node disappears during the
-        session, the object may be lost although this reports success. ``address`` must be in registered
-        memory.
+        A plain put returns the size also if the object exists. Returns NOT_COMPLETE if another client started
+        to write it and has not finished, even if that client was killed. The result of a session is not
+        verified: if the storage node disappears during the session, the object may be lost although this
+        reports success. ``address`` must be in registered memory.
         """
         if self._puts_in_sessions is None:
             self._puts_in_sessions = self._session_is_all_or_nothing(
@@ -107,9 +107,11 @@ class Records:
         if code == BAD_LENGTH:  # a session of ours may still be open because ending it failed
             store.batch_put_session_revoke([name])
             (code,) = store.batch_put_session_start([name], [size])
-        if code in (OBJECT_EXISTS, BAD_LENGTH):
-            # BAD_LENGTH: or the end took effect although its reply was lost: there is nothing to revoke.
-            return self._size_if_present(name, size, NOT_COMPLETE if code == OBJECT_EXISTS else BAD_LENGTH)
+        if code == OBJECT_EXISTS:
+            return self._size_if_present(name, 0, NOT_COMPLETE)
+        if code == BAD_LENGTH:
+            # Or the end took effect although its reply was lost: there is nothing to revoke.
+            return self._size_if_present(name, size, BAD_LENGTH)
         if code < 0:
             return code
         (moved,) = store.batch_put_from_multi_buffer_ranges([name], [[address]], [[size]], [[0]])

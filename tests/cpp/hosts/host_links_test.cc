@@ -613,7 +613,9 @@ TEST_F(FakeHostTest, another_number_of_areas_is_refused) {
   other.num_areas = 1;
   peer->send(frame(FrameType::kJoin, encode(other)));
   EXPECT_TRUE(
-      fails_with(*links, StatusKind::kUnavailable, "its number of areas is 1 and that of this host is 3"));
+      fails_with(*links, StatusKind::kUnavailable,
+                 "it reports 1 areas of host memory for the engine's 3 ranks and this host 3, so the hosts "
+                 "disagree on the ranks that hold the same KV cache (MLA): start the same model"));
 }
 
 TEST_F(FakeHostTest, other_ranks_than_expected_are_refused) {

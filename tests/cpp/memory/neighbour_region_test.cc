@@ -293,6 +293,21 @@ TEST_F(NeighbourRegionTest, a_dismissal_during_a_slow_mapping_waits_until_the_ar
   EXPECT_TRUE(reader->scheduler->has_unmapped(slot));
 }
 
+TEST_F(NeighbourRegionTest, a_stop_ends_the_mapping_before_the_next_neighbour) {
+  const auto one = engine("one"), other = engine("other"), reader = engine("reader");
+  reader->attach_to_neighbours();
+  ASSERT_EQ(reader->neighbours.size(), 2u);
+  int mapped = 0;
+  const auto count = [&](std::span<std::byte>, bool) {
+    ++mapped;
+    return Status::ok();
+  };
+  reader->worker->map_neighbours(count, [&] { return mapped > 0; });
+  EXPECT_EQ(mapped, 1);
+  reader->worker->map_neighbours(count);
+  EXPECT_EQ(mapped, 2) << "a later call maps the others";
+}
+
 // True if the page is in the page tables of this process. Source of the format: Linux,
 // admin-guide/mm/pagemap.rst.
 bool is_entered(const std::byte* address) {

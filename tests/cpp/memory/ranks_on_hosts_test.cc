@@ -225,7 +225,8 @@ TEST_F(SharedAreas, a_rank_with_other_areas_is_refused) {
   const auto first = worker(2);
   EXPECT_THAT(message_of<InvalidArgument>(
                   [&] { HostRegion::attach_worker(RanksOnHosts::host(1), 3, some_geometry()); }),
-              HasSubstr("the number of areas is 4 in this process and 2"));
+              AllOf(HasSubstr("reports 4 areas of host memory for the engine's 4 ranks"),
+                    HasSubstr("(of ranks 2 to 3) reports 2"), HasSubstr("start all ranks with the same")));
 }
 
 TEST_F(SharedAreas, a_kept_region_with_other_areas_is_replaced) {

@@ -55,7 +55,7 @@ std::shared_ptr<ToyTierSpec> toy_tier(const std::string& server, const py::bytes
 PYBIND11_MODULE(kv_offload_toy_tier, module) {
   namespace py = pybind11;
   using kv_offload::ToyTierSpec;
-  py::module_::import("kv_offload._core");  // defines the base class
+  kv_offload::bindings::require_core("kv_offload_toy_tier");  // defines the base class
   py::class_<ToyTierSpec, kv_offload::bindings::TierSpec, std::shared_ptr<ToyTierSpec>>(module, "ToyTier")
       .def(py::init(&kv_offload::toy_tier), py::kw_only(), py::arg("server"), py::arg("namespace_id"),
            py::arg("name"), py::arg("n_read_threads"), py::arg("n_write_threads"), py::arg("op_timeout_ms"));

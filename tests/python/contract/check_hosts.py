@@ -15,6 +15,10 @@ from contract.parts import offloading_config
 adapter.use_specs()
 
 from kv_offload.specs import hosts, identity  # noqa: E402
+from kv_offload.specs.spec import KVOffloadSpec  # noqa: E402
+from kv_offload.specs.tier_specs import TierPlan  # noqa: E402
+
+from kv_offload.calibration import Calibration, CalibrationError  # noqa: E402
 
 TWO_HOSTS = hosts.Hosts(count=2, own=1, ranks_each=8)
 
@@ -120,3 +124,98 @@ def test_ranks_that_share_an_area_must_be_alike() -> None:
         identity.merge_fingerprints([alike, alike, alike, layers], 2)
     with pytest.raises(ValueError, match="rank 1 has other settings of the cache than rank 0, although vLLM"):
         identity.merge_fingerprints([alike, settings], 2)
+
+
+def report(**more: Any) -> str:
+    """Returns the fingerprint of a rank with a calibration."""
+    fields = json.loads(identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100))
+    fields |= {"elements": ["bfloat16"], "may_lose": [True], "windowed": [False], "kv_runs": [[128, 128]]}
+    fields |= {"head_orders": [[3, True, 4096]], "layers": [[[0, 1]]]}
+    return json.dumps({**fields, "canonical": {"shards": 2, "shards_per_area": 1, "pages": "abc"}, **more})
+
+
+MALFORMED = [
+    ("layers", [[[0, 1, 2]]]),
+    ("layers", [[["0", "1"]]]),
+    ("layers", [[0, 1]]),
+    ("layers", [[[-1, 1]]]),
+    ("layers", [7]),
+    ("layers", {"0": []}),
+    ("layers", 7),
+    ("kv_runs", [[128]]),
+    ("kv_runs", [[128, 1.5]]),
+    ("kv_runs", [[128, True]]),
+    ("kv_runs", [None]),
+    ("head_orders", [[3, True]]),
+    ("head_orders", [[3, 1, 4096]]),
+    ("head_orders", [{"heads": 3}]),
+    ("elements", [7]),
+    ("elements", "bfloat16"),
+    ("may_lose", ["no"]),
+    ("windowed", [2]),
+    ("settings", []),
+    ("shard", None),
+    ("copier", 1),
+    ("cache_blocks", "100"),
+    ("unread", None),
+    ("model", "name"),
+]
+
+
+def test_a_rank_that_reports_a_malformed_layout_is_named() -> None:
+    assert identity.merge_fingerprints([report(), report()])["layers"] == [[[[0, 1]], [[0, 1]]]]
+    remedy = r"install the same release of vllm-kv-offload and of vLLM on all hosts"
+    for field, value in MALFORMED:
+        with pytest.raises(ValueError, match=rf"^rank 5 reports .*\(its {field}\): {remedy}$"):
+            identity.merge_fingerprints([report(), report(**{field: value})], first_rank=4)
+        without = {name: part for name, part in json.loads(report()).items() if name != field}
+        if field in ("settings", "shard", "copier", "cache_blocks", "unread"):
+            with pytest.raises(ValueError, match=rf"^rank 0 reports .*\(its {field}\)"):
+                identity.merge_fingerprints([json.dumps(without)])
+    for text in ("", "[]", "7", "{", "[" * 100_000):
+        with pytest.raises(ValueError, match=r"^rank 1 reports .*\(its JSON\)"):
+            identity.merge_fingerprints([report(), text])
+    for canonical in (2, {}, {"shards": 2, "shards_per_area": "1", "pages": "abc"}):
+        with pytest.raises(ValueError, match=r"^rank 0 reports .*\(its canonical\)"):
+            identity.merge_fingerprints([report(canonical=canonical)])
+
+
+@pytest.mark.parametrize("field", ["layers", "kv_runs", "head_orders", "elements", "may_lose"])
+def test_a_malformed_number_of_groups_is_refused(field: str) -> None:
+    twice = json.loads(report())[field] * 2
+    with pytest.raises(
+        ValueError, match=r"^rank 1 reports .*\(its number of cache groups\): install the same"
+    ):
+        identity.merge_fingerprints([report(), report(**{field: twice})])
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", "7", '{"identity": {"groups": [{}]}}', '{"identity": {"groups": [1]}}']
+)
+def test_an_unreadable_order_of_the_scheduler_says_what_to_do(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the order .*: install the same release of"):
+        TierPlan.of_text(text)
+
+
+def test_a_calibration_is_refused_for_ranks_that_hold_the_same_bytes() -> None:
+    spec = SimpleNamespace(config=engine(tp_size=2))
+    calibration = Calibration({"name": "m"}, (), {})
+    parts = SimpleNamespace(groups=(SimpleNamespace(shard_bytes=(4096,)),))
+    merged = identity.merge_fingerprints([report(canonical=None)])
+
+    def factors(exact: bool, sharing: int) -> Any:
+        plan = SimpleNamespace(identity=parts, exact_groups=(exact,))
+        return KVOffloadSpec._factors(spec, calibration, plan, merged, None, sharing)  # type: ignore[arg-type]
+
+    assert factors(exact=True, sharing=2).by_group == ([],)
+    with pytest.raises(
+        CalibrationError, match='2 ranks hold the same KV cache here: remove "calibration" on'
+    ):
+        factors(exact=False, sharing=2)
+    with pytest.raises(CalibrationError, match="cache group 0: 2 ranks with the layers of 1"):
+        factors(exact=False, sharing=1)
+    merged = identity.merge_fingerprints([report(canonical=None, head_orders=[])] * 2)
+    assert merged["head_orders"] == ["no rank reports its heads"]
+    merged = identity.merge_fingerprints([report(canonical=None, layers=[], head_orders=[])] * 2)
+    with pytest.raises(CalibrationError, match="cache group 0: rank 0 has no calibration"):
+        factors(exact=False, sharing=1)

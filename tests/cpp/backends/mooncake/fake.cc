@@ -203,7 +203,8 @@ std::int64_t FakeMooncake::answer(const mooncake::CallHeader& question, const st
   std::int64_t length = 0;
   switch (static_cast<Op>(question.verb)) {
     case Op::kPut:
-      if (found != objects_.end()) return static_cast<std::int64_t>(question.object_bytes);
+      // With --root_fs_dir puts are plain, which do not report an existing object.
+      if (found != objects_.end()) return no_removals_ ? static_cast<std::int64_t>(question.object_bytes) : 0;
       if (begun_.contains(name)) return mooncake::kNotComplete;
       [[fallthrough]];
     case Op::kSet:

@@ -300,9 +300,26 @@ TEST_F(MooncakeTier, a_write_after_a_failure_checks_for_an_existing_record) {
   store_.faults.fail(Verb::kWrite, true);
   EXPECT_FALSE(other.write(2000));
   store_.faults.fail(Verb::kWrite, false);
+  const std::size_t sent = store_.faults.seen(Verb::kWrite);
   const Completion written = other.finish(other.start(OpKind::kWrite, 1000, {8192}));
   EXPECT_TRUE(written.status);
   EXPECT_EQ(written.bytes, 0u);
+  EXPECT_EQ(store_.faults.seen(Verb::kWrite), sent);
+}
+
+TEST_F(MooncakeTier, an_existing_record_counts_no_bytes_if_the_write_did_not_check) {
+  TierDriver user(open()), other(open());
+  ASSERT_TRUE(user.write(1000));
+  ASSERT_TRUE(user.write(1001));
+  for (std::uint32_t i = 0; i < ExistenceCheckPolicy::kMissesToSkip; ++i)
+    ASSERT_TRUE(other.write(i));  // no longer checks first
+  const std::size_t sent = store_.faults.seen(Verb::kWrite);
+  const Completion written = other.finish(other.start(OpKind::kWrite, 1000, {8192}));
+  EXPECT_TRUE(written.status);
+  EXPECT_EQ(written.bytes, 0u);
+  EXPECT_EQ(store_.faults.seen(Verb::kWrite), sent + 1) << "it did not check";
+  EXPECT_TRUE(other.write(1001));
+  EXPECT_EQ(store_.faults.seen(Verb::kWrite), sent + 1) << "a found record makes the next writes check";
 }
 
 TEST_F(MooncakeTier, a_single_writer_seldom_checks_for_existing_records) {
