@@ -272,7 +272,7 @@ Status LossyCodec::decode(std::span<const std::byte> in, Element element, std::s
   if (section == nullptr || !section->frames.can_decode()) return no_memory_for_section();
   std::uint64_t at = 0;
   Status status;
-  if (const char* const wrong = section->decode_weights(in, &at)) status = damaged_section(0, wrong);
+  if (const char* const wrong = section->decode_weights(in, element, &at)) status = damaged_section(0, wrong);
   ShardBlocks blocks(shards, lossy_section_bytes_at_most(element), section->block.data());
   while (status && blocks.left() > 0) status = contexts_->decode(*section, blocks, element, in, &at);
   contexts_->pool.give_back(std::move(section));

@@ -304,10 +304,12 @@ const char* LossySection::decode_frame(std::span<const std::byte> stored, std::s
   return nullptr;
 }
 
-const char* LossySection::decode_weights(std::span<const std::byte> in, std::uint64_t* at) {
+const char* LossySection::decode_weights(std::span<const std::byte> in, Element element,
+                                         std::uint64_t* at) {
   if (in.size() < kLossyWeightsHead) return "truncated in its weights";
   const std::size_t rows = load_u32(in.data()), stored = load_u32(in.data() + 4);
   if (rows > kMostWeightRows) return "too many rows of weights";
+  if (rows > 0 && is_fp8(element)) return "fp8 has no weights";
   if (in.size() - kLossyWeightsHead < stored) return "truncated in its weights";
   const auto codes = std::span(weights_).first(rows * kGroup);
   if (const char* wrong = decode_frame(in.subspan(kLossyWeightsHead, stored), std::as_writable_bytes(codes)))

@@ -79,10 +79,10 @@ class LossySection {
   // library failed.
   std::optional<std::size_t> encode_weights(const BoundFactors* factors, std::byte* out);
   // Adds the bytes read to *at. Returns null, or what is wrong.
-  const char* decode_weights(std::span<const std::byte> in, std::uint64_t* at);
+  const char* decode_weights(std::span<const std::byte> in, Element element, std::uint64_t* at);
 
-  // Lowers `bounds` of groups by their sizes within their tile, and removes the weights from tiles whose
-  // groups have different ones. raw: as in encode(). REQUIRES: `bounds` has factors.
+  // Lowers `bounds` of groups by their sizes within their tile. raw: as in encode(). REQUIRES: `bounds` has
+  // factors.
   void refine_bounds(const GroupQuantizer& quantizer, std::span<const std::byte> raw, Element element,
                      std::size_t period);
   // Quantizes the first groups of these bytes within `bounds`, for find_period() and encode().
