@@ -304,8 +304,7 @@ const char* LossySection::decode_frame(std::span<const std::byte> stored, std::s
   return nullptr;
 }
 
-const char* LossySection::decode_weights(std::span<const std::byte> in, Element element,
-                                         std::uint64_t* at) {
+const char* LossySection::decode_weights(std::span<const std::byte> in, Element element, std::uint64_t* at) {
   if (in.size() < kLossyWeightsHead) return "truncated in its weights";
   const std::size_t rows = load_u32(in.data()), stored = load_u32(in.data() + 4);
   if (rows > kMostWeightRows) return "too many rows of weights";

@@ -121,8 +121,9 @@ TEST_F(LossyRecord, a_calibration_lowers_the_loss_and_is_not_needed_to_read) {
   Row row(sizes), other(sizes);
   fill(row, Payload::kKv);
   const auto calibrated = [](std::size_t shards) {
+    const std::vector<BoundFactors::OfGroup> quarter(8, {0.25F, 0});
     return lossy_form({0.2, 0.2}, {}, Element::kBf16,
-                      std::make_shared<const BoundFactors>(std::vector<float>(8 * shards, 0.25F), shards));
+                      std::make_shared<const BoundFactors>(std::vector(shards, quarter)));
   };
   RecordForm form(calibrated(2)), plain(lossy_form(0.2)), other_shards(calibrated(1));
   const Bytes bytes = bytes_of(form, op_on(row));

@@ -141,8 +141,8 @@ TEST(Record, a_header_with_inconsistent_numbers_is_rejected) {
   };
   const std::uint64_t padded = some_header().payload_bytes;
   for (const Case& wrong :
-       {Case{108, 2}, Case{108, 4}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0}, Case{656, 0},
-        Case{656, 12289}, Case{656, static_cast<std::uint32_t>(padded)},
+       {Case{108, 2}, Case{108, 3}, Case{108, 5}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0},
+        Case{656, 0}, Case{656, 12289}, Case{656, static_cast<std::uint32_t>(padded)},
         Case{112, static_cast<std::uint32_t>(padded)}, Case{728, 1}, Case{728, 0x2F6D6361}, Case{740, 1},
         Case{792, 1}, Case{796, 1}, Case{800, 1}, Case{4084, 1}}) {
     encode_header(some_header(), page.span());
@@ -181,15 +181,15 @@ TEST(Record, an_impossible_loss_is_rejected) {
   const AlignedBuffer page(kRecordHeaderBytes);
   const float nan = std::numeric_limits<float>::quiet_NaN();
   RecordHeader header = lossy_header(), found;
-  for (const Loss& loss : {Loss{-0.1F, 0.0F}, Loss{0.6F, 0.1F}, Loss{nan, 0.1F}, Loss{0.1F, 0.2F},
-                           Loss{0.1F, nan}, Loss{0.1F, -0.1F}, Loss{0.1F, 0.1F, 0.6F},
+  for (const Loss& loss : {Loss{-0.1F, 0.0F}, Loss{0.7F, 0.1F}, Loss{nan, 0.1F}, Loss{0.1F, 0.2F},
+                           Loss{0.1F, nan}, Loss{0.1F, -0.1F}, Loss{0.1F, 0.1F, 0.7F},
                            Loss{0.1F, 0.1F, -0.1F}, Loss{0.1F, 0.1F, nan}, Loss{0.1F, 0.3F, 0.2F}}) {
     header.loss = loss;
     encode_header(header, page.span());
     EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt)
         << loss.keys << " " << loss.rms << " " << loss.values;
   }
-  for (const Loss& loss : {Loss{0.5F, 0.5F}, Loss{0.1F, 0.2F, 0.5F}, Loss{0, 0.1F, 0.1F}}) {
+  for (const Loss& loss : {Loss{0.6F, 0.6F}, Loss{0.1F, 0.2F, 0.6F}, Loss{0, 0.1F, 0.1F}}) {
     header.loss = loss;
     encode_header(header, page.span());
     EXPECT_TRUE(decode_header(page.span(), &found));
