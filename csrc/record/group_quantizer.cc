@@ -673,7 +673,7 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_group(const std::byte* numbers, float ma
 
 template <template <Element, bool> typename Group, Element kElement, bool kWeighted>
 KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,
-                                    const ChannelWeights* weights, std::byte* numbers, std::size_t stride) {
+                                    const float* weights, std::byte* numbers, std::size_t stride) {
   for (std::size_t row = 0; row < rows; ++row) {
     if constexpr (is_fp8(kElement)) {
       Group<kElement, false>::restore(
@@ -684,7 +684,7 @@ KV_OFFLOAD_INLINE void restore_rows(const std::int8_t* q, const std::uint8_t* co
     const float step = kSteps[codes[row]];
     std::array<Bits<kElement>, kQuantizedGroup> bits;
     for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
-      const float of_channel = kWeighted ? step * weights->weights[i] : step;
+      const float of_channel = kWeighted ? step * weights[i] : step;
       bits[i] = static_cast<Bits<kElement>>(
           number_of<kElement>(static_cast<float>(q[kQuantizedGroup * row + i]) * of_channel));
     }
@@ -710,7 +710,7 @@ KV_OFFLOAD_INLINE std::uint8_t quantize_any(const std::byte* numbers, float max_
 
 template <template <Element, bool> typename Group, Element kElement>
 KV_OFFLOAD_INLINE void restore_any(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,
-                                   const ChannelWeights* weights, std::byte* numbers, std::size_t stride) {
+                                   const float* weights, std::byte* numbers, std::size_t stride) {
   if constexpr (is_16_bit(kElement)) {
     if (weights != nullptr)
       return restore_rows<Group, kElement, true>(q, codes, rows, weights, numbers, stride);
@@ -733,7 +733,7 @@ KV_OFFLOAD_INLINE GroupError compare_any(const std::byte* numbers, const std::by
     KV_OFFLOAD_BY_ELEMENT(quantize_any, Group, element, numbers, max_error, weights, q);              \
   }                                                                                                   \
   attributes void restore_##name(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows,   \
-                                 Element element, const ChannelWeights* weights, std::byte* numbers,  \
+                                 Element element, const float* weights, std::byte* numbers,           \
                                  std::size_t stride) {                                                \
     KV_OFFLOAD_BY_ELEMENT(restore_any, Group, element, q, codes, rows, weights, numbers, stride);     \
   }                                                                                                   \
@@ -759,12 +759,16 @@ KV_OFFLOAD_VARIANT(avx512, Avx512Group, KV_OFFLOAD_AVX512)
 
 float step_of(std::uint8_t code) { return kSteps[code]; }
 
+void ChannelWeights::write_weights(const std::uint8_t* codes, float* weights) {
+  for (std::size_t i = 0; i < kQuantizedGroup; ++i)
+    weights[i] = std::bit_cast<float>((127U + codes[i] - kCodeOfOne) << 23);
+}
+
 ChannelWeights::ChannelWeights(const std::uint8_t* codes) {
+  write_weights(codes, weights.data());
   Values squares;
   for (std::size_t i = 0; i < kQuantizedGroup; ++i) {
-    const auto power = [](std::uint32_t exponent) { return std::bit_cast<float>((127 + exponent) << 23); };
-    weights[i] = power(std::uint32_t{codes[i]} - kCodeOfOne);
-    inverses[i] = power(std::uint32_t{kCodeOfOne} - codes[i]);
+    inverses[i] = 1 / weights[i];
     squares[i] = weights[i] * weights[i];
   }
   mean_square = sum_of(squares) / kQuantizedGroup;

@@ -36,6 +36,8 @@ struct ChannelWeights {
 
   // codes: by channel; kCodeOfOne is the weight 1, the next one is 2. REQUIRES: none exceeds kMostCode.
   explicit ChannelWeights(const std::uint8_t* codes);
+  // Writes only the weights, for restoring.
+  static void write_weights(const std::uint8_t* codes, float* weights);
 };
 
 // Squared error and squared norm of a group, in double.
@@ -61,7 +63,7 @@ struct GroupQuantizer {
   // Reads q[64 * row + i] for each row and writes rows of numbers, `stride` bytes apart. Rows with
   // kExactGroup become zeros.
   void (*restore)(const std::int8_t* q, const std::uint8_t* codes, std::size_t rows, Element element,
-                  const ChannelWeights* weights, std::byte* numbers, std::size_t stride);
+                  const float* weights, std::byte* numbers, std::size_t stride);
   // Compares a group with its restored form.
   GroupError (*compare)(const std::byte* numbers, const std::byte* restored, Element element);
   const char* name;  // of the instruction set

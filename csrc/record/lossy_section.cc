@@ -353,14 +353,12 @@ const char* LossySection::decode_integers(const LossyKernels& kernels, const Til
     for (std::size_t row = 0; row < tile.rows; ++row)
       codes[row] = std::to_integer<std::uint8_t>(codes_[tile.base + row * tiles.period()]);
     const std::size_t weights = weight_rows_ > 0 ? tile_rows_[number] : 0;
-    if (weights > 0) {
-      const ChannelWeights of_channels(weights_.data() + (weights - 1) * kGroup);
-      kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element, &of_channels,
-                                raw + tile.base * group_bytes, tiles.period() * group_bytes);
-    } else {
-      kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element, nullptr,
-                                raw + tile.base * group_bytes, tiles.period() * group_bytes);
-    }
+    alignas(64) std::array<float, kGroup> of_channels;
+    if (weights > 0)
+      ChannelWeights::write_weights(weights_.data() + (weights - 1) * kGroup, of_channels.data());
+    kernels.quantizer.restore(q.data(), codes.data(), tile.rows, element,
+                              weights > 0 ? of_channels.data() : nullptr, raw + tile.base * group_bytes,
+                              tiles.period() * group_bytes);
   }
   const bool all_first =
       std::all_of(states.begin(), states.end(), [](std::uint32_t state) { return state == kFirstRowState; });
