@@ -114,7 +114,7 @@ def calibrate(
     echo(
         f"{output}: {len(calibration.layers)} layers, factors of the bound from {factors[0]:.3g} to "
         f"{factors[-1]:.3g} (median {factors[len(factors) // 2]:.3g}), in {seconds:.0f} s. Set "
-        f'"compress": "lossy:0.2" and "calibration": "{output.absolute()}" for one tier'
+        f'"compress": "lossy:0.24" and "calibration": "{output.absolute()}" for one tier'
     )
 
 
