@@ -135,7 +135,8 @@ class Calibration:
         """
         heads = [head for layer in layers for kind in layer for head in kind]
         known = [each for head in heads for each in head.sensitivities]
-        if not any(known) or not all(math.isfinite(each) and each >= 0 for each in known):
+        peaks = [each for head in heads for each in head.peaks]
+        if not any(known) or not all(math.isfinite(each) and each >= 0 for each in (*known, *peaks)):
             raise ValueError("the sensitivities are not finite, or all of them are zero")
         plain = _typical(sum_ for head in heads for sum_ in _sums(head.sensitivities))
         weights = [_weights_of(head, plain) for head in heads]
@@ -271,7 +272,9 @@ class Calibration:
         self, layers: Sequence[int], page: PageLayout, first_head: int, heads: int, with_weights: bool
     ) -> list[tuple[float, bytes]]:
         """Returns factor and weights of each 64 elements of a block of a shard."""
-        runs = page.page_bytes // (page.key_bytes + page.value_bytes)
+        runs, rest = divmod(page.page_bytes, page.key_bytes + page.value_bytes)
+        if rest:
+            raise CalibrationError(f"pages of {page.page_bytes} bytes are not whole runs of keys and values")
         parts: list[tuple[int, float, bytes]] = []  # number of elements, factor, weights
         for number in layers:
             layer = self.layers[number]
@@ -281,10 +284,13 @@ class Calibration:
                     f"layer {number} has heads of {layer.key_size} and {layer.value_size} channels in the "
                     f"calibration, but runs of {page.key_bytes} and {page.value_bytes} bytes in the cache"
                 )
+            by_head = [
+                _parts_of(layer.keys[head], page.key_bytes // page.element_bytes, with_weights)
+                + _parts_of(layer.values[head], page.value_bytes // page.element_bytes, with_weights)
+                for head in range(first_head, first_head + heads)
+            ]
             for run in range(runs):
-                head = first_head + (run * heads // runs if page.by_head else run % heads)
-                parts += _parts_of(layer.keys[head], page.key_bytes // page.element_bytes, with_weights)
-                parts += _parts_of(layer.values[head], page.value_bytes // page.element_bytes, with_weights)
+                parts += by_head[run * heads // runs if page.by_head else run % heads]
         return _in_blocks(parts)
 
 

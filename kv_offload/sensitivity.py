@@ -18,7 +18,7 @@ from kv_offload.calibration import BLOCK, ChannelStatistics
 # ones by the power 3/4.
 _TILE = 16
 _NEAR = 0.5
-# Of the magnitudes of a channel: a few larger ones do not matter.
+# Of the magnitudes of a channel: between the two largest of 512 tokens.
 _PEAK_QUANTILE = 0.999
 
 Heads = list[ChannelStatistics]  # by head

@@ -19,7 +19,7 @@
 // was checked.
 //
 // Threads: any, several at once, in any floating-point mode, which a call restores. The working memory of a
-// call (about 2.5 MB) is kept for later calls.
+// call (about 3.4 MB) is kept for later calls.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,8 @@ constexpr std::size_t kGroup = kQuantizedGroup, kRows = kLossyTileRows;
 
 // Periods that the encoder tries: groups of a token in the usual cache layouts, such as 2 (a head of 64
 // channels, K and V) and 32 (8 heads of 128 channels).
-constexpr std::uint8_t kPeriods[] = {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128};
+constexpr std::uint8_t kPeriods[] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 12, 14, 15,
+                                     16, 18, 20, 24, 28, 30, 32, 40, 48, 64, 80, 96, 128};
 
 // Groups base + period * row, for the rows that the section has.
 struct Tile {
@@ -142,6 +143,7 @@ std::size_t LossySection::find_period(std::size_t groups) const {
   constexpr std::size_t kEnough = 1024;
   constexpr double kAsGood = 1.004;  // multiples of the period are as good, but have fewer whole tiles
   std::array<double, std::size(kPeriods)> bits{};
+  std::array<bool, std::size(kPeriods)> keeps_weights{};
   double least = std::numeric_limits<double>::infinity();
   for (std::size_t i = 0; i < bits.size(); ++i) {
     const std::size_t period = kPeriods[i], looked_at = std::min(groups, std::max(kEnough, kRows * period));
@@ -150,13 +152,22 @@ std::size_t LossySection::find_period(std::size_t groups) const {
     if (whole == 0) continue;
     const Tiles tiles(looked_at, period);
     bits[i] = 0;
+    keeps_weights[i] = true;
     for (std::size_t tile = 0; tile < whole; ++tile) {
+      for (std::size_t row = 1; row < kRows; ++row)
+        keeps_weights[i] =
+            keeps_weights[i] && bounds.rows[tiles[tile].base + row * period] == bounds.rows[tiles[tile].base];
       const Magnitudes found = magnitudes_of(q_.data(), tiles[tile], period);
       double product = 1;  // below 2^(11 * 64)
       for (const std::uint16_t sum : found.sums) product *= 1 + sum;
       bits[i] += std::log2(product);
     }
     bits[i] /= static_cast<double>(whole);
+  }
+  // Tiles whose groups have different weights would lose them.
+  const bool some_keep = std::find(keeps_weights.begin(), keeps_weights.end(), true) != keeps_weights.end();
+  for (std::size_t i = 0; i < bits.size(); ++i) {
+    if (some_keep && !keeps_weights[i]) bits[i] = std::numeric_limits<double>::infinity();
     least = std::min(least, bits[i]);
   }
   if (least == 0 || least == std::numeric_limits<double>::infinity()) return 0;

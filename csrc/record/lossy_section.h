@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // LossySection: encodes and decodes the sections of a lossy payload, one after the other: at most 4,096
-// quantized groups each (group_quantizer.h). Also the working memory of a codec call, about 3 MB with its
+// quantized groups each (group_quantizer.h). Also the working memory of a codec call, about 3.4 MB with its
 // zstd contexts.
 //
 // One thread.

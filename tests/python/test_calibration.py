@@ -105,6 +105,8 @@ def test_a_head_without_any_effect_has_the_largest_bound() -> None:
 def test_impossible_sensitivities_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="not finite"):
         factors_of((statistics(1.0), statistics(1.0, wrong)))
+    with pytest.raises(ValueError, match="not finite"):
+        factors_of((statistics(1.0), statistics(1.0, peak=wrong)))
     with pytest.raises(ValueError, match="all of them are zero"):
         factors_of((statistics(0.0), statistics(0.0)))
 
@@ -249,6 +251,11 @@ def test_64_elements_with_several_factors_have_the_smallest_and_the_weights_of_t
         block_of(odd, PageLayout(160, 160, True, 2, 320))
     found = block_of(odd, PageLayout(160, 160, True, 2, 640))
     assert b"".join(weights for _, weights in found) == (bytes([9]) * 80 + bytes([7]) * 80) * 2
+
+
+def test_a_page_of_partial_runs_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="pages of 400 bytes are not whole runs"):
+        block_of(layer_of(0.5), PageLayout(128, 128, True, 2, 400))
 
 
 def test_a_run_of_several_tokens_has_the_smallest_factor_of_its_head_and_no_weights() -> None:
