@@ -27,7 +27,7 @@ from vllm import envs  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 
 from contract.parts import kv_caches, offloading_config  # noqa: E402
-from kv_offload.calibration import Calibration, CalibrationError, LayerFactors  # noqa: E402
+from kv_offload.calibration import Calibration, CalibrationError, HeadFactors, LayerFactors  # noqa: E402
 from kv_offload.losses import ErrorBounds  # noqa: E402
 from kv_offload.namespace import NamespaceIdentity, setting_text  # noqa: E402
 
@@ -585,9 +585,9 @@ def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(
     plain = started("plain", None)
     assert "calibration" not in plain["settings"]
     assert not published, "the control page has room for them only if they are used"
-    heads = ((0.5,), (0.25,))
+    heads = (HeadFactors((0.5,), (0.5,), (0,) * 32),) * 2
     model = {name: value for name, value in plain["model"].items() if name != "model_id"}
-    calibration = Calibration(model, (LayerFactors(32, 32, heads, heads),), {})
+    calibration = Calibration(model, (LayerFactors(heads, heads),), {})
     path = tmp_path / "calibration.json"
     calibration.write(path)
     calibrated = started("calibrated", path)
@@ -597,7 +597,7 @@ def test_a_calibration_is_in_the_namespace_and_must_be_of_this_model(
     # Each is refused before any record could be written.
     for of_model, layers, reason in (
         ({**model, "name": "other"}, calibration.layers, "of another model: name differ"),
-        (model, (LayerFactors(32, 32, heads * 2, heads * 2),), "has 4 KV heads, the cache 2"),
+        (model, (LayerFactors(heads * 2, heads * 2),), "has 4 KV heads, the cache 2"),
     ):
         Calibration(of_model, layers, {}).write(path)
         with pytest.raises(CalibrationError, match=reason):
